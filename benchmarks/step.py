@@ -1,0 +1,78 @@
+"""The cost of a DroPLe training step over the step of the same prompts without dropout and residual entropy.
+
+    python benchmarks/step.py [--classes 37] [--batch 32] [--steps 12] [--backbone pocket]
+    python benchmarks/step.py --memory --classes 1000
+
+Steps of both methods alternate in one process, so that whatever else the machine does falls on both;
+the claim is the ratio of the medians. `--memory` prints the peak resident memory of one DroPLe step.
+"""
+
+import argparse
+import resource
+import statistics
+import time
+
+import torch
+
+from drople.backbone import Backbone
+from drople.methods import Batch, Method, Progress, Task, make
+
+
+def words(count: int) -> tuple[str, ...]:
+    """Class names of the usual length: two or three words."""
+    colours = ("red", "green", "golden", "spotted", "northern", "old", "small", "wooden", "wild", "striped")
+    things = ("bird", "terrier", "flower", "sports car", "fruit salad", "river bank", "church", "guitar", "cup", "lizard")
+    kinds = ("", "of spring", "type b", "with stripes", "at night", "in snow", "from above", "mark two", "junior", "x")
+    names = [f"{c} {t} {k}".strip() for k in kinds for t in things for c in colours]
+    return tuple(names[:count])
+
+
+def step(method: Method, batch: Batch) -> float:
+    start = time.perf_counter()
+    losses = method.training_step(batch, Progress(5, 10, 0, 1))
+    torch.stack(list(losses.values())).sum().backward()
+    for parameter in method.parameters():
+        parameter.grad = None
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backbone", default="pocket")
+    parser.add_argument("--classes", type=int, default=37)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--memory", action="store_true", help="peak memory of one DroPLe step instead")
+    given = parser.parse_args()
+
+    torch.manual_seed(0)
+    backbone = Backbone.load(given.backbone)
+    size = backbone.pixels.size
+    batch = Batch(
+        images=torch.randn(given.batch, 3, size, size),
+        labels=torch.randint(given.classes, (given.batch,)),
+        frozen=torch.randn(given.batch, backbone.embed_dim),
+    )
+    task = Task(words(given.classes), ("a photo of a {}.",))
+    drople = make("drople", backbone, task, {})
+    if given.memory:
+        step(drople, batch)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+        print(f"{given.classes} classes, batch {given.batch}: peak memory {peak:.2f} GB")
+        return
+    plain = make("baseline", backbone, task, {"consistency": 0.0})
+    times: dict[str, list[float]] = {"drople": [], "plain": []}
+    for number in range(given.steps + 2):
+        for name, method in (("plain", plain), ("drople", drople)):
+            seconds = step(method, batch)
+            if number >= 2:
+                times[name].append(seconds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(f"{given.classes} classes, batch {given.batch}, {backbone.name}, {torch.get_num_threads()} threads")
+    for name, seconds in medians.items():
+        print(f"  {name:8s} {1000 * seconds:8.1f} ms a step")
+    print(f"  ratio    {medians['drople'] / medians['plain']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""A frozen CLIP: sentences and images in, features out, prompts and token dropout on the way.
+
+Every dimension is read from the checkpoint's config. Text is encoded at the length its longest sentence
+needs, classes in chunks whose activations fit a budget and are recomputed for the gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drople.backbone.loading import Checkpoint, load_checkpoint
+from drople.backbone.tokens import Tokens
+from drople.backbone.walk import ATTENTION, LayerDropout, walk
+from drople.errors import DropleError
+
+# Activations kept for the gradient, in units of one [tokens, width] tensor a layer: the inputs of two
+# layer norms, query, key, value, attention output and twice the four-fold hidden layer of the MLP.
+SAVED_UNITS = 14
+
+LayerWeights = Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """K token sequences ready for the text tower, with places for prompts.
+
+    `base` [K, L, D] holds what is frozen (words and positions, computed once), `position` [L, D] what
+    is added to prompts of layer 0, `slots` [K, L, M] where prompt m enters.
+    """
+
+    base: Tensor
+    position: Tensor
+    anchor: Tensor
+    real: Tensor
+    words: Tensor  # tokens of the class name: never targets in the released code
+    slots: Tensor | None
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def rows(self, start: int, stop: int) -> "Sentences":
+        return replace(
+            self,
+            base=self.base[start:stop],
+            anchor=self.anchor[start:stop],
+            real=self.real[start:stop],
+            words=self.words[start:stop],
+            slots=None if self.slots is None else self.slots[start:stop],
+            first=start,
+        )
+
+    def tokens(self, prompts: Tensor | None, class_words_drop: bool) -> Tokens:
+        """The sequence that layer 0 sees."""
+        states = self.base
+        if prompts is not None and self.slots is not None:
+            slots = self.slots.to(states.dtype)
+            states = torch.where(slots.any(-1, keepdim=True), slots @ prompts[0] + self.position, states)
+        places = torch.arange(self.real.shape[1], device=self.real.device)
+        target = self.real & (places != self.anchor[:, None])
+        if not class_words_drop:
+            target = target & ~self.words
+        return Tokens(states, self.anchor, self.real, target, first=self.first, slots=self.slots)
+
+
+class Backbone:
+    """The frozen towers of a CLIP checkpoint."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.name = source.name
+        self.tokenizer = source.tokenizer
+        self.pixels = source.pixels
+        self.model = source.model.eval().requires_grad_(False)
+        self.model.set_attn_implementation(ATTENTION)
+        config = self.model.config
+        self.embed_dim: int = config.projection_dim
+        self.text_width: int = config.text_config.hidden_size
+        self.vision_width: int = config.vision_config.hidden_size
+        self.text_layers: int = config.text_config.num_hidden_layers
+        self.vision_layers: int = config.vision_config.num_hidden_layers
+        self.positions: int = config.text_config.max_position_embeddings
+        self.patch_grid: int = config.vision_config.image_size // config.vision_config.patch_size
+        self.logit_scale: float = float(self.model.logit_scale.exp())
+        self.activation_bytes = 1 << 30
+
+    @classmethod
+    def load(cls, name: str | Path) -> "Backbone":
+        return cls(load_checkpoint(name))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.logit_scale.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.logit_scale.dtype
+
+    def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> "Backbone":
+        self.model.to(device=device, dtype=dtype)
+        if self.device.type == "cuda":
+            self.activation_bytes = 16 << 30
+        return self
+
+    # Text ------------------------------------------------------------------------------------------
+
+    def sentences(self, texts: Sequence[str]) -> Sentences:
+        """Plain sentences, for the frozen branch."""
+        rows = [(self.tokenizer.words(text), 0, 0, text) for text in texts]
+        return self._lay_out(rows, context=0, supplementary=0)
+
+    def prompted(self, names: Sequence[str], *, context: int, supplementary: int = 0) -> Sentences:
+        """`{bos, context, class words, supplementary, eos}`: prompts 0 to context-1 enter before the
+        class words, the supplementary ones after them."""
+        rows = []
+        for name in names:
+            words = self.tokenizer.words(name)
+            rows.append((words, 0, len(words), name))
+        return self._lay_out(rows, context, supplementary)
+
+    def _lay_out(
+        self, rows: list[tuple[list[int], int, int, str]], context: int, supplementary: int
+    ) -> Sentences:
+        tokenizer, prompts = self.tokenizer, context + supplementary
+        lengths = [1 + prompts + len(ids) + 1 for ids, *_ in rows]
+        longest = max(lengths)
+        if longest > self.positions:
+            ids, *_, text = rows[lengths.index(longest)]
+            raise DropleError(
+                f"{text!r} has {len(ids)} tokens; with {prompts} prompt tokens that is {longest}, and "
+                f"{self.name} has {self.positions} positions. Shorten the name or the template, or use fewer prompts."
+            )
+        count = len(rows)
+        table = torch.full((count, longest), tokenizer.eos)
+        words = torch.zeros(count, longest, dtype=torch.bool)
+        slots = torch.zeros(count, longest, prompts, dtype=torch.bool)
+        table[:, 0] = tokenizer.bos
+        for n, (ids, first, last, _) in enumerate(rows):
+            start = 1 + context
+            table[n, start : start + len(ids)] = torch.tensor(ids, dtype=torch.long)
+            words[n, start + first : start + last] = True
+            slots[n, 1:start, :context] = torch.eye(context, dtype=torch.bool)
+            after = start + len(ids)
+            slots[n, after : after + supplementary, context:] = torch.eye(supplementary, dtype=torch.bool)
+        anchor = torch.tensor(lengths) - 1
+        real = torch.arange(longest) <= anchor[:, None]
+        device, embeddings = self.device, self.model.text_model.embeddings
+        with torch.no_grad():
+            base = embeddings(input_ids=table.to(device))
+            position = embeddings.position_embedding.weight[:longest]
+        return Sentences(
+            base=base,
+            position=position.clone(),
+            anchor=anchor.to(device),
+            real=real.to(device),
+            words=words.to(device),
+            slots=slots.to(device) if prompts else None,
+        )
+
+    def word_embeddings(self, text: str) -> Tensor:
+        """The token embeddings of some words, without positions: where prompts start from."""
+        ids = torch.tensor(self.tokenizer.words(text), device=self.device)
+        return self.model.text_model.embeddings.token_embedding(ids).float().clone()
+
+    def encode_text(
+        self,
+        sentences: Sentences,
+        *,
+        prompts: Tensor | None = None,
+        dropout: LayerDropout | None = None,
+        class_words_drop: bool = True,
+        weights: LayerWeights | None = None,
+    ) -> Tensor:
+        """Features [K, E], not normalised."""
+        prompts = None if prompts is None else prompts.to(self.dtype)
+        tower = self.model.text_model
+
+        def encode(rows: Sentences) -> Tensor:
+            tokens = walk(
+                tower.encoder.layers,
+                rows.tokens(prompts, class_words_drop),
+                causal=True,
+                prompts=prompts,
+                dropout=dropout,
+                weights=weights,
+            )
+            eos = tokens.states[torch.arange(len(rows), device=self.device), tokens.anchor]
+            return self.model.text_projection(tower.final_layer_norm(eos)).float()
+
+        tokens_at_once = self.activation_bytes // (
+            SAVED_UNITS * self.text_width * self.text_layers * self.base_bytes
+        )
+        size = max(1, tokens_at_once // sentences.base.shape[1])
+        if len(sentences) <= size:
+            return encode(sentences)
+        parts = [sentences.rows(n, n + size) for n in range(0, len(sentences), size)]
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
+        return torch.cat([encode(part) for part in parts])
+
+    @property
+    def base_bytes(self) -> int:
+        return self.model.logit_scale.element_size()
+
+    # Images ----------------------------------------------------------------------------------------
+
+    def encode_images(
+        self,
+        pixels: Tensor,
+        *,
+        prompts: Tensor | None = None,
+        dropout: LayerDropout | None = None,
+        weights: LayerWeights | None = None,
+    ) -> Tensor:
+        """Features [B, E] of normalised pixels [B, 3, S, S], not normalised."""
+        tower = self.model.vision_model
+        with torch.no_grad():
+            states = tower.embeddings(pixels.to(self.dtype))
+        count, frozen = len(states), states.shape[1]
+        slots = None
+        if prompts is not None:
+            prompts = prompts.to(self.dtype)
+            length = prompts.shape[1]
+            # Without positions and before the first layer norm, as MaPLe and PromptSRC place them.
+            states = torch.cat([states, prompts[0].expand(count, -1, -1)], dim=1)
+            slots = torch.zeros(frozen + length, length, dtype=torch.bool, device=self.device)
+            slots[frozen:] = torch.eye(length, dtype=torch.bool, device=self.device)
+            slots = slots.expand(count, -1, -1)
+        real = torch.ones(states.shape[:2], dtype=torch.bool, device=self.device)
+        target = real.clone()
+        target[:, 0] = False
+        tokens = Tokens(
+            states=tower.pre_layrnorm(states),
+            anchor=torch.zeros(count, dtype=torch.long, device=self.device),
+            real=real,
+            target=target,
+            slots=slots,
+        )
+        tokens = walk(
+            tower.encoder.layers, tokens, causal=False, prompts=prompts, dropout=dropout, weights=weights
+        )
+        # cls is the first token and never drops, so it stays the first.
+        return self.model.visual_projection(tower.post_layernorm(tokens.states[:, 0])).float()

@@ -1,0 +1,84 @@
+"""The token sequences of a tower between two layers, and which token of them is what.
+
+`U^(i)` in the paper: `{v_cls, E_patch, P_v^(i)}` for images, `{t_bos, P_t^(i), T_embed, t_eos}` for
+text. Sequences of a batch are padded on the right; padding never counts anywhere.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N sequences of L tokens. Every mask is [N, L]."""
+
+    states: Tensor  # [N, L, D]
+    anchor: Tensor  # [N], the place of the global token: cls or eos
+    real: Tensor  # not padding
+    target: Tensor  # may drop (J_target)
+    first: int = 0  # the number of the first sequence, where a batch is cut into chunks
+    padded: bool = False  # padding that attention could see: only after tokens were removed
+    slots: Tensor | None = None  # [N, L, M] one-hot: which prompt of a layer enters where
+    hidden: Tensor | None = None  # as keys, hidden from the others in the next layer
+    chosen: Tensor | None = None  # drawn at an earlier layer, where layers share one draw
+
+    @property
+    def content(self) -> Tensor:
+        """All tokens but the global one and padding: the tokens that have an importance."""
+        return self.real & ~self.is_anchor
+
+    @property
+    def is_anchor(self) -> Tensor:
+        places = torch.arange(self.real.shape[1], device=self.real.device)
+        return places == self.anchor[:, None]
+
+    def enter(self, prompts: Tensor) -> "Tokens":
+        """This layer's prompts [M, D] take their places; what stood there is forgotten.
+
+        A product with a one-hot matrix rather than an index: its gradient is a matrix product too, so
+        it is fast and the same bytes every time.
+        """
+        if self.slots is None:
+            return self
+        slots = self.slots.to(self.states.dtype)
+        return replace(self, states=torch.where(slots.any(-1, keepdim=True), slots @ prompts, self.states))
+
+    def keep(self, kept: Tensor) -> "Tokens":
+        """Only the tokens of the mask `kept`, moved together in order and padded on the right."""
+        length = int(kept.sum(1).max())
+        order = torch.argsort(~kept, dim=1, stable=True)[:, :length]
+
+        def pick(mask: Tensor) -> Tensor:
+            return mask.gather(1, order)
+
+        still_there = pick(kept)
+        return replace(
+            self,
+            states=self.states.gather(1, order[..., None].expand(-1, -1, self.states.shape[-1])),
+            padded=True,
+            anchor=pick(self.is_anchor).int().argmax(1),
+            real=pick(self.real) & still_there,
+            target=pick(self.target) & still_there,
+            slots=None
+            if self.slots is None
+            else self.slots.gather(1, order[..., None].expand(-1, -1, self.slots.shape[-1])),
+            hidden=None if self.hidden is None else pick(self.hidden),
+            chosen=None if self.chosen is None else pick(self.chosen),
+        )
+
+    def visible(self, causal: bool) -> Tensor | None:
+        """The attention mask [N, 1, L, L] (True: may look), or None where the plain one serves.
+
+        Right padding needs no mask in a causal tower: no real token can see it.
+        """
+        if self.hidden is None and (causal or not self.padded):
+            return None
+        keys = self.real if self.hidden is None else self.real & ~self.hidden
+        length = keys.shape[1]
+        own = torch.eye(length, dtype=torch.bool, device=keys.device)
+        mask = keys[:, None, :] | own
+        if causal:
+            mask = mask & torch.ones(length, length, dtype=torch.bool, device=keys.device).tril()
+        return mask[:, None]

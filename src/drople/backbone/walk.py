@@ -1,0 +1,85 @@
+"""The one place that walks the layers of a tower.
+
+At layer i prompts enter, the layer runs, its attention scores come out and tokens drop. The layers are
+`transformers`' own, called one by one; attention is exchanged through its public registry.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AttentionInterface
+
+from drople.backbone.tokens import Tokens
+
+ATTENTION = "drople_watched"
+
+# What a watcher is shown of a layer's attention: query, key [N, H, L, head], scaling, mask, causal.
+Watch = Callable[[Tensor, Tensor, float, Tensor | None, bool], None]
+
+
+class LayerDropout(Protocol):
+    """What the walk asks of token dropout (see dropout.py)."""
+
+    def watch(self, layer: int, tokens: Tokens) -> Watch | None:
+        """What shall see the attention of this layer, if anything."""
+        ...
+
+    def drop(self, layer: int, tokens: Tokens) -> Tokens:
+        """The sequence that the next layer gets."""
+        ...
+
+
+def watched_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    is_causal: bool = False,
+    watch: Watch | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Fused attention; a watcher gets the queries and keys, so that maps exist only where scores are asked."""
+    if watch is not None:
+        watch(query, key, scaling, attention_mask, is_causal)
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=is_causal and attention_mask is None, scale=scaling
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, watched_attention)
+
+
+def walk(
+    layers: Sequence[nn.Module],
+    tokens: Tokens,
+    *,
+    causal: bool,
+    prompts: Tensor | None = None,
+    dropout: LayerDropout | None = None,
+    weights: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> Tokens:
+    """The tokens after the last layer.
+
+    `prompts` [depth, M, D] are the prompts of layers 0 to depth-1; those of layer 0 are already in
+    `tokens`. `weights` stands in for named weights of a layer (LoRA) without touching the frozen ones.
+    """
+    for i, layer in enumerate(layers):
+        if prompts is not None and 0 < i < len(prompts):
+            tokens = tokens.enter(prompts[i])
+        watch = None if dropout is None else dropout.watch(i, tokens)
+        call = {"attention_mask": tokens.visible(causal), "is_causal": causal, "watch": watch}
+        if weights and i in weights:
+            states = functional_call(layer, dict(weights[i]), (tokens.states,), call)
+        else:
+            states = layer(tokens.states, **call)
+        tokens = replace(tokens, states=states, hidden=None)
+        if dropout is not None:
+            tokens = dropout.drop(i, tokens)
+    return tokens

@@ -1,0 +1,210 @@
+"""Token dropout: which tokens drop at a layer, how likely, and what dropping does to them.
+
+Section "Token Dropout" of the paper. It knows sequences of tokens and nothing of who holds the prompts.
+The operation D(x) and the draw are exchanged by name; a new one is one function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drople.backbone.tokens import Tokens
+from drople.backbone.walk import Watch
+from drople.importance import (
+    Bridge,
+    Modality,
+    Score,
+    attention_map,
+    class_score,
+    cross_score,
+    importance,
+    self_score,
+)
+
+Operation = Literal["hide", "zero", "zero_scaled", "noise", "remove"]
+Draw = Literal["layer", "shared", "one_layer"]
+Rate = Literal["importance", "uniform"]
+
+
+@dataclass(frozen=True)
+class DropRule:
+    """How tokens drop in one tower."""
+
+    layers: int  # the first so many layers have dropout
+    p_min: float
+    p_max: float
+    operation: Operation
+    draw: Draw
+    rate: Rate  # `uniform` is vanilla dropout: every target token with p_max
+    scores: tuple[Score, ...]
+    sum_to_one: bool  # divide each score by its sum first (released code)
+    noise: float  # standard deviation of `noise`
+
+
+# D(x): what becomes of the chosen tokens. (tokens, chosen [N, L], p [N, L], rule) -> tokens
+
+
+def zero(tokens: Tokens, chosen: Tensor, p: Tensor, rule: DropRule) -> Tokens:
+    return replace(tokens, states=tokens.states.masked_fill(chosen[..., None], 0.0))
+
+
+def zero_scaled(tokens: Tokens, chosen: Tensor, p: Tensor, rule: DropRule) -> Tokens:
+    """Zero, and 1/(1-p) for the kept, so that the expectation stays (section "Adaptive Dropout")."""
+    factor = (~chosen).to(p.dtype) / (1 - p)
+    return replace(tokens, states=tokens.states * factor[..., None].to(tokens.states.dtype))
+
+
+def noise(tokens: Tokens, chosen: Tensor, p: Tensor, rule: DropRule) -> Tokens:
+    """x (1 + sigma eps), elementwise (released code)."""
+    factor = 1 + rule.noise * torch.randn_like(tokens.states)
+    return replace(tokens, states=torch.where(chosen[..., None], tokens.states * factor, tokens.states))
+
+
+def hide(tokens: Tokens, chosen: Tensor, p: Tensor, rule: DropRule) -> Tokens:
+    """The next layer's other tokens cannot attend to the chosen ones; the tokens themselves are intact."""
+    return replace(tokens, hidden=chosen)
+
+
+def remove(tokens: Tokens, chosen: Tensor, p: Tensor, rule: DropRule) -> Tokens:
+    """The chosen tokens leave the sequence for all layers to come."""
+    return tokens.keep(tokens.real & ~chosen)
+
+
+OPERATIONS: dict[Operation, Callable[[Tokens, Tensor, Tensor, DropRule], Tokens]] = {
+    "hide": hide,
+    "zero": zero,
+    "zero_scaled": zero_scaled,
+    "noise": noise,
+    "remove": remove,
+}
+
+
+def drop_probability(normalised_importance: Tensor, target: Tensor, p_min: float, p_max: float) -> Tensor:
+    """`p_j = p_max - I (p_max - p_min)` for target tokens, 0 for the others."""
+    return (p_max - normalised_importance * (p_max - p_min)).masked_fill(~target, 0.0)
+
+
+@dataclass
+class Seen:
+    """What one layer showed, for curves and pictures."""
+
+    layer: int
+    scores: dict[Score, Tensor]
+    importance: Tensor
+    probability: Tensor
+    chosen: Tensor
+
+
+@dataclass
+class TokenDropout:
+    """Token dropout of one tower in one forward pass.
+
+    `rows` asks for the states of some sequences before each drop (the alignment loss needs those of
+    the batch's classes): they are found in `kept`. `record` fills `seen`.
+    """
+
+    rule: DropRule
+    modality: Modality
+    bridge: Bridge | None = None
+    rows: Tensor | None = None
+    detach: bool = True
+    keep_states: bool = False
+    record: bool = False
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+    counts: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # dropped and target tokens a draw
+    drawing: frozenset[int] = field(init=False)  # the layers at which tokens drop in this pass
+    _attention: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.drawing = frozenset(range(self.rule.layers))
+        if self.rule.draw == "one_layer" and self.rule.layers:
+            self.drawing = frozenset({int(torch.randint(self.rule.layers, ()))})
+
+    def watch(self, layer: int, tokens: Tokens) -> Watch | None:
+        needs_map = self.rule.rate == "importance" and {"class", "self"} & set(self.rule.scores)
+        if layer in self.drawing and needs_map and tokens.chosen is None:
+            return self._see
+        return None
+
+    @torch.no_grad()
+    def _see(self, query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> None:
+        self._attention = attention_map(query, key, scaling, mask, causal)
+
+    def drop(self, layer: int, tokens: Tokens) -> Tokens:
+        if layer < self.rule.layers and self.keep_states:
+            self._keep(layer, tokens)
+        if layer not in self.drawing:
+            return tokens
+        chosen = tokens.chosen
+        if chosen is None:
+            probability, chosen = self._draw(layer, tokens)
+        else:
+            probability = torch.zeros_like(chosen, dtype=torch.float32)
+        if self.rule.draw == "shared":
+            tokens = replace(tokens, chosen=chosen)
+        return OPERATIONS[self.rule.operation](tokens, chosen, probability, self.rule)
+
+    @torch.no_grad()
+    def _draw(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        scores: dict[Score, Tensor] = {}
+        if self.rule.rate == "uniform":
+            weight = torch.zeros(tokens.real.shape, device=tokens.real.device)
+        else:
+            for name in self.rule.scores:
+                scores[name] = self._score(name, tokens)
+            weight = importance(list(scores.values()), tokens, sum_to_one=self.rule.sum_to_one)
+        self._attention = None
+        probability = drop_probability(weight, tokens.target, self.rule.p_min, self.rule.p_max)
+        chosen = torch.rand_like(probability) < probability
+        self.counts.append((chosen.sum(), tokens.target.sum()))
+        if self.record:
+            self.seen.append(Seen(layer, scores, weight, probability, chosen))
+        return probability, chosen
+
+    def _score(self, name: Score, tokens: Tokens) -> Tensor:
+        if name == "cross":
+            assert self.bridge is not None, "the cross-modal score needs bridge tokens"
+            return cross_score(self.bridge, self.modality, tokens)
+        assert self._attention is not None
+        return (class_score if name == "class" else self_score)(self._attention, tokens)
+
+    def take_kept(self) -> list[tuple[Tensor, Tensor]]:
+        """The kept (states, real) of each layer. Recomputing a chunk in the backward pass fills a new dict."""
+        kept, self.kept = self.kept, {}
+        return [kept[layer] for layer in sorted(kept)]
+
+    def drop_rate(self) -> Tensor:
+        """The share of target tokens that dropped, over the draws of this pass."""
+        dropped, targets = (torch.stack(list(c)).sum() for c in zip(*self.counts, strict=True))
+        return dropped / targets.clamp_min(1)
+
+    def _keep(self, layer: int, tokens: Tokens) -> None:
+        """Gather the asked rows; where classes come in chunks each chunk adds the rows it holds."""
+        states, real = tokens.states, tokens.real
+        if self.detach:
+            states = states.detach()
+        if self.rows is not None:
+            place = self.rows - tokens.first
+            inside = (place >= 0) & (place < len(states))
+            place = place.clamp(0, len(states) - 1)
+            states = states[place] * inside[:, None, None].to(states.dtype)
+            real = real[place] & inside[:, None]
+        if layer in self.kept:
+            states, real = _add_padded(self.kept[layer], (states, real))
+        self.kept[layer] = states, real
+
+
+def _add_padded(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Chunks may differ in length once tokens were removed."""
+    length = max(one[0].shape[1], other[0].shape[1])
+
+    def fill(states: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        missing = length - states.shape[1]
+        return torch.nn.functional.pad(states, (0, 0, 0, missing)), torch.nn.functional.pad(real, (0, missing))
+
+    (a, b), (c, d) = fill(*one), fill(*other)
+    return a + c, b | d

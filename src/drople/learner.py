@@ -1,0 +1,480 @@
+"""`PromptLearner`: fit, predict, predict_proba, score, save, load.
+
+It joins the rooms: data in, a frozen backbone, a method, the training loop, and out come answers.
+Training sees the train and validation parts only; no test file can be reached from here.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drople import __version__, metrics
+from drople.backbone import Backbone
+from drople.data.dataset import DataSource, Example, ImageData, load_data
+from drople.data.images import BadImage, ImageSource, decode, decode_batches, normalise
+from drople.data.shots import few_shot, shortfall
+from drople.errors import DropleError, unknown
+from drople.methods import Method, Task, find, make, option_names
+from drople.methods.base import frozen_classes
+from drople.options import build, check_range, names
+from drople.progress import Progress, Quiet
+from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
+from drople.templates import DEFAULT, read_template
+from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingData, TrainingOptions
+
+CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
+# Training images are kept a little larger than the backbone sees them, so that crops have room.
+ROOM = 8 / 7
+ENCODE_BATCH = 64
+
+
+class PromptLearner:
+    """A classifier made of a frozen CLIP and a handful of images.
+
+    `options` are those of the method (`drople methods NAME` lists them) and of training (epochs, lr,
+    batch_size, ...). After `fit`: `classes_`, `method_`, `temperature_`, `history_`.
+    """
+
+    def __init__(
+        self,
+        backbone: str | Path = "pocket",
+        method: str = "drople",
+        *,
+        preset: str | None = None,
+        template: str | None = None,
+        seed: int = 1,
+        device: str = "auto",
+        precision: Precision = "auto",
+        strict: bool = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        self.backbone, self.method, self.preset, self.template = backbone, method, preset, template
+        self.seed, self.device, self.precision, self.strict = seed, device, precision, strict
+        self.progress = progress or Quiet()
+        self.options = options
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        shown = ("backbone", "method", "preset", "template", "seed", "device", "precision", "strict")
+        return {name: getattr(self, name) for name in shown} | self.options
+
+    def set_params(self, **params: Any) -> "PromptLearner":
+        own = set(self.get_params()) - set(self.options)
+        for name, value in params.items():
+            if name in own:
+                setattr(self, name, value)
+            else:
+                self.options[name] = value
+        return self
+
+    # Learning --------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        data: DataSource | ImageData,
+        shots: int | None = 16,
+        *,
+        out: str | Path | None = None,
+        resume: bool = False,
+        classnames: Mapping[str, str] | str | Path | None = None,
+    ) -> "PromptLearner":
+        """Learn from `shots` images of each class (all of them with None).
+
+        With `out` a run folder is written as training goes, and `resume` goes on from where a killed
+        run stopped.
+        """
+        method_options, training_options = self._split_options()
+        images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
+        self._say(images.notes)
+        if not images.train:
+            raise DropleError("there are no training images: add a train folder with one folder a class.")
+        chosen = few_shot(images.train, shots, self.seed)
+        self._say(shortfall(images.train, shots, images.classes))
+        folder = None if out is None else Path(out)
+        config = self._config(images, shots, chosen, method_options, training_options)
+        if folder is not None:
+            self._open_folder(folder, config, resume)
+        self._set_up(config, method_options)
+        training = Training(
+            self.method_,
+            self._training_data(chosen),
+            training_options,
+            seed=self.seed,
+            precision=self.precision,
+            folder=folder,
+        )
+        self.history_: list[dict[str, float]] = []
+        if list(self.method_.parameters()):
+            with torch.random.fork_rng(), self.progress.task(f"training {self.method}", training.steps) as update:
+
+                def on_status(status: Status) -> None:
+                    self.history_.append(status.values)
+                    update(status.step, status.values)
+
+                training.run(on_status, resume)
+        self.method_.eval()
+        self.metrics_ = self._validate(images.val)
+        if folder is not None and training.accelerator.is_main_process:
+            self.save(folder)
+            training.finish()
+        return self
+
+    def _split_options(self) -> tuple[dict[str, Any], TrainingOptions]:
+        """The options of the method and of training, presets first, then what was given."""
+        kind, _ = find(self.method)
+        given = dict(self.options)
+        if self.preset is not None:
+            if self.preset not in kind.presets:
+                raise unknown(f"preset of {self.method}", self.preset, kind.presets or ["(it has none)"])
+            given = {**kind.presets[self.preset], **given}
+        template = given.pop("templates", None)
+        self.templates_ = read_template(self.template or template or DEFAULT)
+        of_training = names(TrainingOptions)
+        known = option_names(self.method)
+        for name in given:
+            if name not in known and name not in of_training:
+                raise unknown(f"option of {self.method}", name, [*known, *of_training])
+        check_range("seed", self.seed, 0, 2**31 - 1)
+        training = build(TrainingOptions, {n: v for n, v in given.items() if n in of_training})
+        return {n: v for n, v in given.items() if n in known}, training
+
+    def _config(
+        self,
+        images: ImageData,
+        shots: int | None,
+        chosen: Sequence[Example],
+        method_options: Mapping[str, Any],
+        training: TrainingOptions,
+    ) -> dict[str, Any]:
+        return {
+            "drople": __version__,
+            "backbone": str(self.backbone),
+            "method": self.method,
+            "preset": self.preset,
+            "options": {n: list(v) if isinstance(v, tuple) else v for n, v in method_options.items()},
+            "training": asdict(training),
+            "templates": list(self.templates_),
+            "classes": list(images.classes),
+            "words": list(images.words),
+            "shots": shots,
+            "seed": self.seed,
+            "precision": self.precision,
+            "samples": [[fingerprint(e.image), images.classes[e.label]] for e in chosen],
+        }
+
+    def _open_folder(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
+        there = folder / CONFIG
+        if resume and there.exists():
+            before = read_json(there)
+            changed = [n for n in config if config[n] != before.get(n)]
+            if changed:
+                raise DropleError(
+                    f"{folder} was begun with other settings ({', '.join(changed)} differ): give the same ones to "
+                    "resume, or another --out."
+                )
+            return
+        if any((folder / name).exists() for name in (CONFIG, PROMPTS, METRICS, CHECKPOINT)):
+            raise DropleError(f"{folder} already holds a run: give another --out, or --resume to go on with it.")
+        if folder.exists() and not folder.is_dir():
+            raise DropleError(f"{folder} is a file: give --out a folder.")
+        write_json(there, config)
+
+    def _set_up(self, config: Mapping[str, Any], method_options: Mapping[str, Any]) -> None:
+        """Backbone and method as the config says, untrained."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            place = torch.device(device)
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError):
+            raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
+        precision = self.precision if self.precision != "auto" else "bf16" if place.type == "cuda" else "float32"
+        dtypes = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if precision not in dtypes:
+            raise unknown("precision", precision, dtypes)
+        self.backbone_ = Backbone.load(config["backbone"]).to(place, dtypes[precision])
+        self.classes_ = tuple(config["classes"])
+        self.words_ = tuple(config["words"])
+        task = Task(self.words_, tuple(config["templates"]))
+        with torch.random.fork_rng():
+            torch.manual_seed(config["seed"])
+            self.method_: Method = make(config["method"], self.backbone_, task, method_options).to(place)
+        self._say(self.method_.notes)
+        self.config_ = dict(config)
+        self._weights: dict[tuple[str, tuple[str, ...]], Tensor] = {}
+
+    def _training_data(self, chosen: Sequence[Example]) -> TrainingData:
+        backbone, device = self.backbone_, self.backbone_.device
+        pixels = backbone.pixels
+        sources = [e.image for e in chosen]
+        with self.progress.task("reading images", len(sources)) as update:
+            images, good, bad = decode(
+                sources, round(pixels.size * ROOM), pixels.resample, strict=self.strict, progress=update
+            )
+        self._say_bad(bad)
+        if not good:
+            raise DropleError("none of the training images can be read: see the list above.")
+        labels = torch.tensor([chosen[i].label for i in good])
+        with self.progress.task("frozen features", len(good)) as update:
+            frozen = [
+                features
+                for features, *_ in self._encode([sources[i] for i in good], [_frozen], update)
+            ]
+        return TrainingData(images.to(device), labels.to(device), torch.cat([f[0] for f in frozen]))
+
+    def _validate(self, val: Sequence[Example]) -> dict[str, Any]:
+        """Calibrate on validation images; their accuracy is written down, and chooses nothing."""
+        self.temperature_ = 1.0
+        if not val:
+            return {"temperature": 1.0}
+        logits, good, bad = self._logits([e.image for e in val], self.words_, "checking on validation images")
+        self._say_bad(bad)
+        labels = torch.tensor([val[i].label for i in good])
+        self.temperature_ = metrics.fit_temperature(logits, labels)
+        return {
+            "temperature": self.temperature_,
+            "validation": {
+                "images": len(good),
+                "accuracy": metrics.accuracy(logits, labels),
+                "ece_uncalibrated": metrics.ece(logits.softmax(-1), labels),
+                "ece": metrics.ece((logits / self.temperature_).softmax(-1), labels),
+            },
+        }
+
+    # Answering -------------------------------------------------------------------------------------
+
+    def predict(self, images: Any, classes: Sequence[str] | None = None) -> list[str]:
+        """The most likely class of each image; `classes` may be others than those trained on."""
+        named = self.classes_ if classes is None else tuple(classes)
+        return [named[k] for k in self.predict_proba(images, classes).argmax(1)]
+
+    def predict_proba(self, images: Any, classes: Sequence[str] | None = None) -> np.ndarray:
+        """Calibrated probabilities [N, K], in the order of `classes_` (or of `classes`).
+
+        An image that cannot be read raises; `logits` skips it instead.
+        """
+        self._check_fitted()
+        words = self.words_ if classes is None else tuple(classes)
+        if len(set(words)) < 2:
+            raise DropleError("prediction needs two or more different classes.")
+        logits, _, bad = self._logits(as_sources(images), words, "predicting")
+        if bad:
+            raise bad[0]
+        return (logits / self.temperature_).softmax(-1).numpy()
+
+    def score(self, data: DataSource | ImageData, split: str | None = None) -> float:
+        """Top-1 accuracy on labelled images."""
+        return float(self.evaluate(data, split, zero_shot=False)["accuracy"])
+
+    def evaluate(
+        self,
+        data: DataSource | ImageData,
+        split: str | None = None,
+        *,
+        zero_shot: bool = True,
+        classnames: Mapping[str, str] | str | Path | None = None,
+    ) -> dict[str, Any]:
+        """Accuracy, calibration, per class and confusion on a split: `test` where the data has one,
+        else every image that training did not use.
+
+        Classes the run never saw are taken as they are: prompts learned on some classes serve others.
+        """
+        self._check_fitted()
+        images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
+        examples, name = self._held_out(images, split)
+        known = {c: k for k, c in enumerate(self.classes_)}
+        ours = all(c in known for c in images.classes)
+        classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
+        labels = [known[images.classes[e.label]] if ours else e.label for e in examples]
+        sources = [e.image for e in examples]
+        views = [_learned(words)] + ([_zero_shot(words)] if zero_shot else [])
+        logits, good, bad = self._all_logits(sources, views, f"evaluating {name}")
+        self._say_bad(bad)
+        if not good:
+            raise DropleError(f"none of the {len(sources)} images of {name} can be read: see the list above.")
+        truth = torch.tensor([labels[i] for i in good])
+        result = metrics.evaluate(logits[0] / self.temperature_, truth, classes)
+        extra: dict[str, Any] = {"split": name, "images": len(good), "skipped": [str(b.source) for b in bad]}
+        extra["ece_uncalibrated"] = metrics.ece(logits[0].softmax(-1), truth)
+        if zero_shot:
+            extra["zero_shot_accuracy"] = metrics.accuracy(logits[1], truth)
+        return result | extra
+
+    def _held_out(self, images: ImageData, split: str | None) -> tuple[tuple[Example, ...], str]:
+        if split is not None:
+            return images.split(split), split
+        if images.test:
+            return images.test, "test"
+        trained = {print for print, _ in self.config_["samples"]}
+        everything = [*images.train, *images.val, *(e for part in images.extra.values() for e in part)]
+        rest = tuple(e for e in everything if fingerprint(e.image) not in trained)
+        if not rest:
+            raise DropleError("every image of this data was trained on: give other images to evaluate on.")
+        left_out = len(everything) - len(rest)
+        name = f"all but the {left_out} images trained on" if left_out else "all images"
+        return rest, name
+
+    def _logits(
+        self, sources: Sequence[ImageSource], words: tuple[str, ...], what: str
+    ) -> tuple[Tensor, list[int], list[BadImage]]:
+        logits, good, bad = self._all_logits(sources, [_learned(words)], what)
+        return logits[0], good, bad
+
+    def _all_logits(
+        self, sources: Sequence[ImageSource], views: "Sequence[View]", what: str
+    ) -> tuple[list[Tensor], list[int], list[BadImage]]:
+        parts: list[list[Tensor]] = []
+        good: list[int] = []
+        bad: list[BadImage] = []
+        with self.progress.task(what, len(sources)) as update:
+            for results, indices, failures in self._encode(sources, views, update):
+                parts += [[r.float().cpu() for r in results]] if indices else []
+                good += indices
+                bad += failures
+        return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else [], good, bad
+
+    @torch.no_grad()
+    def _encode(
+        self, sources: Sequence[ImageSource], views: "Sequence[View]", update: Callable[[int], None]
+    ) -> Iterator[tuple[list[Tensor], list[int], list[BadImage]]]:
+        backbone, done = self.backbone_, 0
+        pixels = backbone.pixels
+        for batch, indices, bad in decode_batches(
+            sources, pixels.size, pixels.resample, ENCODE_BATCH, strict=self.strict
+        ):
+            images = normalise(batch.to(backbone.device), pixels, backbone.dtype)
+            yield [view(self, images) for view in views] if indices else [], indices, bad
+            done += len(indices) + len(bad)
+            update(done)
+
+    def class_weights(self, words: tuple[str, ...], learned: bool = True) -> Tensor:
+        """Class weights, folded once for each list of classes."""
+        key = ("learned" if learned else "frozen", words)
+        if key not in self._weights:
+            with torch.no_grad():
+                if learned:
+                    weights = self.method_.class_weights(words)
+                else:
+                    weights = frozen_classes(self.backbone_, words, self.method_.task.templates)
+            self._weights[key] = torch.nn.functional.normalize(weights, dim=-1)
+        return self._weights[key]
+
+    # Keeping ---------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the run: config, what was learned, metrics. The last file says that it is whole."""
+        self._check_fitted()
+        folder = Path(folder)
+        write_json(folder / CONFIG, self.config_)
+        if not (folder / LOG).exists():
+            lines = "".join(f"{row}\n" for row in map(_json_line, self.history_))
+            write_bytes(folder / LOG, lines.encode())
+        metadata = {"drople": __version__, "method": str(self.config_["method"])}
+        write_tensors(folder / PROMPTS, dict(self.method_.named_parameters()), metadata)
+        write_json(folder / METRICS, self.metrics_)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, *, device: str = "auto", progress: Progress | None = None
+    ) -> "PromptLearner":
+        """A learner as it was saved."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise DropleError(f"there is no run folder {folder}: give the --out of a drople fit.")
+        config = read_json(folder / CONFIG)
+        needed = ("backbone", "method", "options", "training", "templates", "classes", "words", "seed", "samples")
+        missing = [n for n in needed if n not in config]
+        if missing:
+            raise DropleError(f"{folder / CONFIG} lacks {', '.join(missing)}: it was not written by drople fit.")
+        if not (folder / METRICS).exists():
+            raise DropleError(f"{folder} is not finished: go on with drople fit --resume.")
+        saved = read_json(folder / METRICS)
+        tensors, _ = read_tensors(folder / PROMPTS)
+        learner = cls(
+            config["backbone"],
+            config["method"],
+            preset=config.get("preset"),
+            seed=config["seed"],
+            device=device,
+            precision=config.get("precision", "auto"),
+            progress=progress,
+            **config["options"],
+            **config["training"],
+        )
+        learner._set_up(config, config["options"])
+        try:
+            learner.method_.load_state_dict(tensors)
+        except RuntimeError as error:
+            reason = str(error).replace("\n\t", " ").split(": ", 1)[-1]
+            raise DropleError(
+                f"{folder / PROMPTS} does not fit {config['method']} on {config['backbone']} ({reason}): the files "
+                "of this folder are not of one run."
+            ) from None
+        learner.method_.eval()
+        learner.metrics_, learner.history_ = saved, []
+        learner.temperature_ = float(saved.get("temperature", 1.0))
+        return learner
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "method_"):
+            raise DropleError("this learner has learned nothing yet: call fit(data) first, or load a run.")
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.progress.say(line)
+
+    def _say_bad(self, bad: Sequence[BadImage]) -> None:
+        for image in bad[:10]:
+            self.progress.say(f"skipped {image.source}: {image.reason}")
+        if len(bad) > 10:
+            self.progress.say(f"... {len(bad)} images skipped in all")
+
+
+View = Callable[[PromptLearner, Tensor], Tensor]
+
+
+def _frozen(learner: PromptLearner, images: Tensor) -> Tensor:
+    """`z_v^o`: the frozen features of plain images."""
+    return learner.backbone_.encode_images(images)
+
+
+def _learned(words: tuple[str, ...]) -> View:
+    return lambda learner, images: learner.method_.logits(images, learner.class_weights(words))
+
+
+def _zero_shot(words: tuple[str, ...]) -> View:
+    def view(learner: PromptLearner, images: Tensor) -> Tensor:
+        weights = learner.class_weights(words, learned=False)
+        return learner.method_.similarity(_frozen(learner, images), weights)
+
+    return view
+
+
+def fingerprint(image: ImageSource) -> str:
+    """What an image is known by in a run: the hash of its bytes, wherever its file lies."""
+    if isinstance(image, str | Path):
+        try:
+            return hashlib.sha256(Path(image).read_bytes()).hexdigest()
+        except OSError:
+            return f"unreadable:{Path(image).name}"
+    return hashlib.sha256(np.ascontiguousarray(np.asarray(image)).tobytes()).hexdigest()
+
+
+def as_sources(images: Any) -> list[ImageSource]:
+    """One image or many."""
+    if isinstance(images, str | Path) or not isinstance(images, Sequence):
+        return [images]
+    return list(images)
+
+
+def _json_line(row: Mapping[str, float]) -> str:
+    import json
+
+    return json.dumps(row)

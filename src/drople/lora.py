@@ -1,0 +1,37 @@
+"""Low-rank updates of frozen projections (LoRA), as weights handed to the walk.
+
+The frozen weights are never touched, so the frozen branch cannot carry what was learned.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class LoRA(nn.Module):
+    """`W + (alpha / r) B A` for the query and value projections of some layers."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], which: Sequence[int], *, rank: int, alpha: float, names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.scale = alpha / rank
+        self.frozen = {
+            (i, f"self_attn.{name}.weight"): layers[i].get_submodule(f"self_attn.{name}").weight
+            for i in which
+            for name in names
+        }
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for (i, name), weight in self.frozen.items():
+            key = f"{i}_{name.replace('.', '_')}"
+            self.a[key] = nn.Parameter(torch.empty(rank, weight.shape[1]))
+            nn.init.kaiming_uniform_(self.a[key], a=math.sqrt(5))
+            self.b[key] = nn.Parameter(torch.zeros(weight.shape[0], rank))
+
+    def forward(self) -> dict[int, dict[str, Tensor]]:
+        weights: dict[int, dict[str, Tensor]] = {}
+        for ((i, name), weight), a, b in zip(self.frozen.items(), self.a.values(), self.b.values(), strict=True):
+            weights.setdefault(i, {})[name] = weight + (self.scale * b @ a).to(weight.dtype)
+        return weights

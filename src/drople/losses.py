@@ -1,0 +1,26 @@
+"""Losses between predictions and labels, and between the learnable and the frozen branch."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+def l1_consistency(learned: Tensor, frozen: Tensor) -> Tensor:
+    """Mean absolute difference of unit features (PromptSRC's self-regularisation of features)."""
+    return F.l1_loss(F.normalize(learned, dim=-1), F.normalize(frozen, dim=-1))
+
+
+def l2_consistency(learned: Tensor, frozen: Tensor) -> Tensor:
+    """Squared distance of unit features, mean over rows: the pull of KgCoOp and of the paper's baseline."""
+    return (F.normalize(learned, dim=-1) - F.normalize(frozen, dim=-1)).square().sum(-1).mean()
+
+
+def kl_consistency(logits: Tensor, frozen_logits: Tensor) -> Tensor:
+    """KL divergence of the frozen branch's distribution from the learned one's, mean over elements
+    (PromptSRC's self-regularisation of logits, in its normalisation)."""
+    return F.kl_div(
+        logits.log_softmax(-1), frozen_logits.log_softmax(-1), reduction="sum", log_target=True
+    ) / logits.numel()

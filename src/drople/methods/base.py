@@ -1,0 +1,201 @@
+"""What a method is, and the registry it enters by standing in this folder.
+
+A method holds what is learned, turns a batch into named losses, and class names and images into
+features. `PromptMethod` is the common case: prompts in the towers, cross-entropy, and DroPLe around
+it if asked.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drople.backbone import Backbone
+from drople.backbone.clip import LayerWeights
+from drople.losses import cross_entropy
+from drople.regulariser import Branches, Regulariser, Progress
+
+Presets = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be told apart: the words of each class and the sentences around them."""
+
+    words: tuple[str, ...]
+    templates: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Augmented, normalised images, their labels, and the frozen features of the plain images."""
+
+    images: Tensor  # [B, 3, S, S]
+    labels: Tensor  # [B]
+    frozen: Tensor  # [B, E]
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For methods that have none."""
+
+
+@torch.no_grad()
+def frozen_classes(backbone: Backbone, words: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """`z_t^o` [K, E]: the frozen features of each class, mean over the templates. Not normalised."""
+    features = [backbone.encode_text(backbone.sentences([t.format(w) for w in words])) for t in templates]
+    if len(features) == 1:
+        return features[0]
+    return torch.stack([F.normalize(f, dim=-1) for f in features]).mean(0)
+
+
+class Method(nn.Module, ABC):
+    """One way of adapting a frozen backbone.
+
+    Only parameters are learned state: the backbone is held, not owned, so a saved method is as small
+    as what it learned.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    kind: ClassVar[str]  # "prompt", "adapter", "zero-shot"
+    citation: ClassVar[str]
+    Options: ClassVar[type] = NoOptions
+    presets: ClassVar[Presets] = {}
+    training: bool
+
+    def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:
+        super().__init__()
+        self.backbone, self.task, self.options = backbone, task, options
+        self.notes: list[str] = []
+        self.frozen_classes = frozen_classes(backbone, task.words, task.templates)
+        self.monitor: dict[str, Tensor | float] = {}
+
+    @abstractmethod
+    def training_step(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        """Named, weighted losses; their sum is minimised."""
+
+    @abstractmethod
+    def class_features(self, words: Sequence[str]) -> Tensor:
+        """Features [K, E] of any classes, seen in training or not."""
+
+    @abstractmethod
+    def image_features(self, images: Tensor) -> Tensor:
+        """Features [B, E] of normalised images."""
+
+    def forward(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        return self.training_step(batch, progress)
+
+    @torch.no_grad()
+    def class_weights(self, words: Sequence[str]) -> Tensor:
+        """Unit features of the classes: computed once, then a classifier is one matrix product."""
+        return F.normalize(self.class_features(words), dim=-1)
+
+    @torch.no_grad()
+    def logits(self, images: Tensor, class_weights: Tensor) -> Tensor:
+        return self.similarity(self.image_features(images), class_weights)
+
+    def similarity(self, images: Tensor, classes: Tensor) -> Tensor:
+        """`sim(z_v, z_t) / tau`."""
+        return self.backbone.logit_scale * F.normalize(images, dim=-1) @ F.normalize(classes, dim=-1).T
+
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """What the optimiser gets; a method may give some of its parameters another rate."""
+        return [{"params": list(self.parameters()), "lr": lr}]
+
+    @property
+    def trainable(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+class PromptMethod(Method):
+    """Prompts in one or both towers, trained by cross-entropy.
+
+    A subclass sets `text_prompts` and/or `visual_prompts` (modules returning [depth, M, D]) and may
+    add losses. With a `regulariser` its tokens drop and DroPLe's terms join.
+    """
+
+    def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:
+        super().__init__(backbone, task, options)
+        self.regulariser: Regulariser | None = None
+        self.visual_prompts: nn.Module | None = None
+
+    def text_states(self) -> Tensor:
+        """The text prompts of every layer [depth, M, D]."""
+        raise NotImplementedError
+
+    def sentences(self, words: Sequence[str]) -> Any:
+        """Where this method's prompts stand around the class words."""
+        raise NotImplementedError
+
+    def vision_weights(self) -> LayerWeights | None:
+        return None
+
+    def extra_losses(self, branches: Branches, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        return {}
+
+    def wrap(self, regulariser: Regulariser) -> None:
+        """Let tokens drop: "+ DroPLe"."""
+        self.regulariser = regulariser
+        self.notes += regulariser.notes
+
+    def training_step(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        if not hasattr(self, "_sentences"):
+            self._sentences = self.sentences(self.task.words)
+        vision = text = None
+        if self.regulariser is not None:
+            vision = self.regulariser.dropout("vision")
+            text = self.regulariser.dropout("text", rows=batch.labels)
+        images = self._encode_images(batch.images, vision)
+        classes = self._encode_text(self._sentences, text)
+        branches = Branches(
+            images=images,
+            classes=classes,
+            frozen_images=batch.frozen,
+            frozen_classes=self.frozen_classes,
+            logits=self.similarity(images, classes),
+            frozen_logits=self.similarity(batch.frozen, self.frozen_classes),
+        )
+        losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels)}
+        losses |= self.extra_losses(branches, batch, progress)
+        if self.regulariser is not None and vision is not None and text is not None:
+            losses |= self.regulariser.losses(branches, vision, text, progress)
+            self.monitor = self.regulariser.monitor(vision, text, progress)
+        self.monitor["accuracy"] = (branches.logits.detach().argmax(1) == batch.labels).float().mean()
+        return losses
+
+    def _encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
+        prompts = None if self.visual_prompts is None else self.visual_prompts()
+        return self.backbone.encode_images(
+            images, prompts=prompts, dropout=dropout, weights=self.vision_weights()
+        )
+
+    def _encode_text(self, sentences: Any, dropout: Any = None) -> Tensor:
+        return self.backbone.encode_text(
+            sentences,
+            prompts=self.text_states(),
+            dropout=dropout,
+            class_words_drop=self.regulariser is None or self.regulariser.options.class_words_drop,
+        )
+
+    def class_features(self, words: Sequence[str]) -> Tensor:
+        return self._encode_text(self.sentences(words))
+
+    def image_features(self, images: Tensor) -> Tensor:
+        return self._encode_images(images)
+
+
+REGISTRY: dict[str, type[Method]] = {}
+
+
+def register(method: type[Method]) -> type[Method]:
+    """Stand a method beside the others, under its name."""
+    REGISTRY[method.name] = method
+    return method
+
+
+Factory = Callable[[Backbone, Task], Method]

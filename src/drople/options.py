@@ -1,0 +1,77 @@
+"""Options of methods: frozen dataclasses whose fields carry their help, checked when they are built."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from drople.errors import DropleError, unknown
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with its help and the range it may take."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+def names(*kinds: type) -> list[str]:
+    return [f.name for kind in kinds for f in dataclasses.fields(kind)]
+
+
+def build(kind: type[T], given: Mapping[str, Any]) -> T:
+    """An instance of the dataclass; values may be text, as a command line gives them."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for name, value in given.items():
+        if name not in fields:
+            raise unknown("option", name, fields)
+        values[name] = convert(name, value, hints[name])
+        low, high = fields[name].metadata.get("low"), fields[name].metadata.get("high")
+        if isinstance(values[name], int | float) and not isinstance(values[name], bool):
+            check_range(name, values[name], low, high)
+    return kind(**values)
+
+
+def check_range(name: str, value: float, low: float | None = None, high: float | None = None) -> None:
+    """Refuse what is not finite or outside [low, high]."""
+    if not math.isfinite(value):
+        raise DropleError(f"option {name} is {value}: it must be a finite number.")
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+        raise DropleError(f"option {name} is {value}: it must be {bounds}.")
+
+
+def convert(name: str, value: Any, hint: Any) -> Any:
+    """The value as the type the option has; text is read, anything else must fit."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return convert(name, value, next(a for a in args if a is not type(None)))
+    if origin is Literal:
+        if value not in args:
+            raise unknown(f"value of option {name}", str(value), [str(a) for a in args])
+        return value
+    if origin is tuple:
+        parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else list(value)
+        return tuple(convert(name, part, args[0]) for part in parts)
+    if hint is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        raise DropleError(f"option {name} is {value!r}: it must be true or false.")
+    if hint in (int, float):
+        try:
+            number = hint(value)
+        except (TypeError, ValueError):
+            raise DropleError(f"option {name} is {value!r}: it must be a {'whole ' * (hint is int)}number.") from None
+        if hint is int and isinstance(value, float) and value != number:
+            raise DropleError(f"option {name} is {value!r}: it must be a whole number.")
+        return number
+    return str(value)

@@ -1,0 +1,74 @@
+"""Progress for people: bars on a terminal, plain lines elsewhere, nothing when not wanted.
+
+Everything here goes to standard error, so that standard output can carry results alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+Update = Callable[..., None]
+
+
+class Progress(Protocol):
+    """Who is told how far a long piece of work is."""
+
+    def task(self, what: str, total: int) -> Any:
+        """A context manager giving `update(done, values=None)`."""
+        ...
+
+    def say(self, line: str) -> None: ...
+
+
+class Quiet:
+    """Says nothing: the default of the Python interface."""
+
+    @contextmanager
+    def task(self, what: str, total: int) -> Iterator[Update]:
+        yield lambda done, values=None: None
+
+    def say(self, line: str) -> None:
+        pass
+
+
+class Terminal:
+    """Bars with the loss terms and the time left where standard error is a terminal; else only notes."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True, highlight=False)
+
+    @contextmanager
+    def task(self, what: str, total: int) -> Iterator[Update]:
+        if not sys.stderr.isatty():
+            yield lambda done, values=None: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[shown]}"),
+        )
+        with Bars(*columns, console=self.console, transient=True) as bars:
+            bar = bars.add_task(what, total=total, shown="")
+
+            def update(done: int, values: Mapping[str, float] | None = None) -> None:
+                bars.update(bar, completed=done, shown=summary(values or {}))
+
+            yield update
+
+    def say(self, line: str) -> None:
+        self.console.print(f"note: {line}", style="yellow", markup=False)
+
+
+def summary(values: Mapping[str, float]) -> str:
+    """The terms of a step in a line."""
+    short = {"cross_entropy": "ce", "residual_entropy_visual": "re_v", "residual_entropy_text": "re_t"}
+    hidden = {"lr", "lambda"}
+    return "  ".join(f"{short.get(n, n)} {v:.3g}" for n, v in values.items() if n not in hidden)

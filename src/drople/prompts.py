@@ -1,0 +1,47 @@
+"""Learnable prompts: for text and vision, shallow (depth 1) or deep."""
+
+import torch
+from torch import Tensor, nn
+
+from drople.backbone import Backbone
+from drople.errors import DropleError
+
+PROMPT_STD = 0.02  # as CoOp, MaPLe and PromptSRC draw prompts that start from no words
+
+
+class TextPrompts(nn.Module):
+    """`P_t^(i)`: context before the class words and supplementary tokens after them, at each of the
+    first `depth` layers. The context of layer 0 starts from words."""
+
+    def __init__(self, backbone: Backbone, *, depth: int, length: int, supplementary: int, init: str) -> None:
+        super().__init__()
+        if depth < 1 or length + supplementary < 1:
+            raise DropleError("text prompts need a depth of at least 1 and at least one token")
+        self.length, self.supplementary = length, supplementary
+        start = PROMPT_STD * torch.randn(depth, length + supplementary, backbone.text_width)
+        words = backbone.word_embeddings(init)[:length].cpu()
+        start[0, : len(words)] = words
+        self.prompts = nn.Parameter(start)
+
+    def forward(self) -> Tensor:
+        return self.prompts
+
+
+class VisualPrompts(nn.Module):
+    """`P_v^(i)`: prompts behind the patches at each of the first `depth` layers."""
+
+    def __init__(self, backbone: Backbone, *, depth: int, length: int) -> None:
+        super().__init__()
+        if depth < 1 or length < 1:
+            raise DropleError("visual prompts need a depth and a length of at least 1")
+        self.prompts = nn.Parameter(PROMPT_STD * torch.randn(depth, length, backbone.vision_width))
+
+    def forward(self) -> Tensor:
+        return self.prompts
+
+
+def capped(depth: int, layers: int, what: str) -> tuple[int, str | None]:
+    """A depth no larger than the tower, and the sentence that says so where it was."""
+    if depth <= layers:
+        return depth, None
+    return layers, f"{what} asked for {depth} layers; this backbone has {layers}, so {layers} are used."

@@ -1,0 +1,205 @@
+"""DroPLe as something that wraps any prompt learner: importance-weighted token dropout, residual
+entropy, and the alignment loss by which bridge tokens learn.
+
+It is handed a backbone, features and sequences; who holds the prompts it does not know. Every row of
+the table "paper against released code" is an option here or of the prompts; help texts name the source.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drople.backbone import Backbone
+from drople.dropout import Draw, DropRule, Operation, Rate, TokenDropout
+from drople.errors import DropleError
+from drople.importance import Bridge, Modality, Score
+from drople.losses import kl_consistency, l1_consistency
+from drople.options import option
+from drople.prompts import capped
+from drople.residual_entropy import (
+    ResidualOn,
+    lambda_schedule,
+    textual_residual_entropy,
+    visual_residual_entropy,
+)
+
+
+@dataclass(frozen=True)
+class DropleOptions:
+    vision_dropout_layers: int = option(6, "tokens drop at the first so many vision layers (paper 6, released 6)", low=0)
+    text_dropout_layers: int = option(6, "the same for text (paper 6, released 9)", low=0)
+    p_min: float = option(0.1, "drop probability of the most important token (paper, released 0.1)", low=0, high=1)
+    p_max: float = option(0.5, "drop probability of the least important token (paper, released 0.5)", low=0, high=1)
+    operation: Operation = option(
+        "hide",
+        "D(x): hide = no key for the others in the next layer (our default: zeroing at six layers ruins training), "
+        "zero (paper's words), zero_scaled = zero with 1/(1-p) (paper, 'Adaptive Dropout'), noise (released), "
+        "remove = leave the sequence",
+    )
+    noise: float = option(0.03, "standard deviation of the noise operation (released 0.03)", low=0)
+    draw: Draw = option(
+        "layer", "when tokens are drawn: layer = anew at each layer (paper), shared = once a pass, "
+        "one_layer = at one random layer a step",
+    )
+    rate: Rate = option("importance", "importance (paper) or uniform: vanilla dropout with p_max")
+    scores: tuple[Score, ...] = option(("class", "self", "cross"), "scores averaged into the importance (paper: all)")
+    score_sum_to_one: bool = option(False, "divide each score by its sum over the tokens first (released: true)")
+    class_words_drop: bool = option(True, "class words are targets too (paper true, released false)")
+    bridge_tokens: int = option(64, "bridge tokens xi (paper, released 64)", low=1)
+    bridge_dim: int = option(128, "width d of the shared space (paper: not said; released 512)", low=1)
+    bridge_scaled: bool = option(True, "1/sqrt(d) inside the bridge's softmax (paper true, released false)")
+    alignment: float = option(1.0, "weight of the alignment loss (paper: none; released 30); 0 is off", low=0)
+    alignment_detached: bool = option(
+        True, "the alignment loss trains only the bridge (released false: prompts too)"
+    )
+    lambda0: float = option(0.1, "lambda_0 of the schedule (paper, released 0.1)", low=0, high=1)
+    lambda_by: str = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
+    residual_on: ResidualOn = option(
+        "embeddings", "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)"
+    )
+    residual_entropy_visual: float = option(0.05, "weight of L_RE^v (paper: no weight, i.e. 1; released 0.05)", low=0)
+    residual_entropy_text: float = option(0.05, "weight of L_RE^t (paper: no weight, i.e. 1; released 0.05)", low=0)
+    l1_text: float = option(0.0, "weight of L1 between learned and frozen class features (released 25)", low=0)
+    l1_image: float = option(0.0, "weight of L1 between learned and frozen image features (released 10)", low=0)
+    kl: float = option(0.0, "weight of KL between learned and frozen predictions (released 2.5)", low=0)
+
+    def __post_init__(self) -> None:
+        if self.p_min > self.p_max:
+            raise DropleError(f"p_min {self.p_min} is larger than p_max {self.p_max}: swap them.")
+        if self.operation == "zero_scaled" and self.p_max >= 1:
+            raise DropleError("zero_scaled divides by 1 - p: p_max must be below 1.")
+        if not self.scores:
+            raise DropleError("scores is empty: give at least one of class, self, cross, or rate=uniform.")
+
+
+RELEASED = {
+    "text_dropout_layers": 9,
+    "operation": "noise",
+    "score_sum_to_one": True,
+    "class_words_drop": False,
+    "bridge_dim": 512,
+    "bridge_scaled": False,
+    "alignment": 30.0,
+    "alignment_detached": False,
+    "lambda_by": "epoch",
+    "residual_on": "unit",
+    "l1_text": 25.0,
+    "l1_image": 10.0,
+    "kl": 2.5,
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is: the step about to be taken, and the whole."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+
+    @property
+    def done(self) -> float:
+        return self.step / max(1, self.steps)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Features of the learnable (dropped) and the frozen branch, not normalised, and both's logits."""
+
+    images: Tensor  # z_v^d [B, E]
+    classes: Tensor  # z_t^d [K, E]
+    frozen_images: Tensor  # z_v^o [B, E]
+    frozen_classes: Tensor  # z_t^o [K, E]
+    logits: Tensor
+    frozen_logits: Tensor
+
+
+class Regulariser(nn.Module):
+    """The regulariser: learnable bridge tokens, dropout for a pass, and its loss terms."""
+
+    def __init__(self, backbone: Backbone, options: DropleOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.scale = backbone.logit_scale
+        self.notes: list[str] = []
+        self.layers: dict[Modality, int] = {}
+        asked: dict[Modality, tuple[int, int]] = {
+            "vision": (options.vision_dropout_layers, backbone.vision_layers),
+            "text": (options.text_dropout_layers, backbone.text_layers),
+        }
+        for modality, (wanted, there) in asked.items():
+            self.layers[modality], note = capped(wanted, there, f"{modality} dropout")
+            self.notes += [note] if note else []
+        self.bridge: Bridge | None = None
+        if "cross" in options.scores and options.rate == "importance":
+            self.bridge = Bridge(
+                backbone.vision_width,
+                backbone.text_width,
+                tokens=options.bridge_tokens,
+                dim=options.bridge_dim,
+                scaled=options.bridge_scaled,
+            )
+
+    def dropout(self, modality: Modality, rows: Tensor | None = None, record: bool = False) -> TokenDropout:
+        """Fresh dropout for one pass of a tower; `rows` are the sequences the alignment loss compares."""
+        o = self.options
+        rule = DropRule(
+            layers=self.layers[modality],
+            p_min=o.p_min,
+            p_max=o.p_max,
+            operation=o.operation,
+            draw=o.draw,
+            rate=o.rate,
+            scores=o.scores,
+            sum_to_one=o.score_sum_to_one,
+            noise=o.noise,
+        )
+        return TokenDropout(
+            rule,
+            modality,
+            self.bridge,
+            rows=rows,
+            detach=o.alignment_detached,
+            keep_states=self.bridge is not None and o.alignment > 0,
+            record=record,
+        )
+
+    def lam(self, progress: Progress) -> float:
+        done = progress.done if self.options.lambda_by == "iteration" else progress.epoch / max(1, progress.epochs)
+        return lambda_schedule(self.options.lambda0, done)
+
+    def losses(
+        self, branches: Branches, vision: TokenDropout, text: TokenDropout, progress: Progress
+    ) -> dict[str, Tensor]:
+        """The weighted terms, by name; a weight of 0 leaves its term out."""
+        o, b, lam = self.options, branches, self.lam(progress)
+        losses: dict[str, Tensor] = {}
+        if o.residual_entropy_visual:
+            losses["residual_entropy_visual"] = o.residual_entropy_visual * visual_residual_entropy(
+                b.images, b.frozen_images, b.frozen_classes, lam, self.scale, o.residual_on
+            )
+        if o.residual_entropy_text:
+            losses["residual_entropy_text"] = o.residual_entropy_text * textual_residual_entropy(
+                b.classes, b.frozen_classes, b.frozen_images, lam, self.scale, o.residual_on
+            )
+        if o.l1_text:
+            losses["l1_text"] = o.l1_text * l1_consistency(b.classes, b.frozen_classes)
+        if o.l1_image:
+            losses["l1_image"] = o.l1_image * l1_consistency(b.images, b.frozen_images)
+        if o.kl:
+            losses["kl"] = o.kl * kl_consistency(b.logits, b.frozen_logits)
+        seen, said = vision.take_kept(), text.take_kept()
+        if self.bridge is not None and o.alignment and seen and said:
+            losses["alignment"] = o.alignment * self.bridge.alignment(seen, said)
+        return losses
+
+    @torch.no_grad()
+    def monitor(self, vision: TokenDropout, text: TokenDropout, progress: Progress) -> dict[str, Tensor | float]:
+        """What the log shows besides losses."""
+        shown: dict[str, Tensor | float] = {"lambda": self.lam(progress)}
+        for name, dropout in (("drop_rate_vision", vision), ("drop_rate_text", text)):
+            if dropout.counts:
+                shown[name] = dropout.drop_rate()
+        return shown

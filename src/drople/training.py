@@ -1,0 +1,252 @@
+"""The training loop.
+
+Few-shot images lie on the device as uint8 and are augmented in batches; what is frozen was computed
+before. Every step seeds its own draws, so a resumed run needs no random state and repeats the bytes of
+an undisturbed one.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from drople.data.augment import patch_randaugment, random_resized_crop_flip
+from drople.data.images import normalise
+from drople.errors import DropleError
+from drople.methods import Batch, Method, Progress
+from drople.options import option
+from drople.records import read_tensors, write_bytes, write_tensors
+
+Precision = Literal["auto", "float32", "bf16", "fp16"]
+Augmentation = Literal["crop_flip", "patch_randaugment", "none"]
+
+CHECKPOINT = "checkpoint.safetensors"
+LOG = "log.jsonl"
+# Losses are looked at once in so many steps: reading them makes the host wait for the device.
+LOOK_EVERY = 10
+SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    epochs: int = option(20, "passes over the training images (released 20)", low=1)
+    batch_size: int = option(32, "images a step (released 4)", low=1)
+    optimizer: Literal["adamw", "sgd"] = option("adamw", "adamw (released) or sgd with momentum 0.9")
+    lr: float = option(2e-3, "peak learning rate of the prompts (released 2e-4)", low=0)
+    weight_decay: float = option(5e-4, "weight decay (released 5e-5)", low=0)
+    warmup: float = option(0.05, "share of the steps in which the rate rises; then a cosine to 0", low=0, high=1)
+    clip_norm: float = option(1.0, "largest norm of the gradient; 0 is no limit", low=0)
+    augmentation: Augmentation = option(
+        "crop_flip", "crop_flip, patch_randaugment (released: that on top of it), or none"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Decoded images, labels and frozen features, all on the device."""
+
+    images: Tensor  # uint8 [N, 3, R, R]
+    labels: Tensor  # [N]
+    frozen: Tensor  # [N, E]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the last steps looked like, for whoever shows progress."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    values: dict[str, float]
+
+
+def rate(step: int, steps: int, warmup: float) -> float:
+    """Cosine with linear warm-up, as a factor of the peak rate."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+def augment(images: Tensor, size: int, patch: int, kind: Augmentation) -> Tensor:
+    """uint8 images at training size to float pixels 0..255 at the backbone's size."""
+    if kind == "none":
+        return torch.nn.functional.interpolate(images.float(), size=(size, size), mode="bilinear", antialias=True)
+    cropped = random_resized_crop_flip(images, size)
+    return patch_randaugment(cropped, patch) if kind == "patch_randaugment" else cropped
+
+
+class Training:
+    """One run of the loop. State is the parameters, the optimiser and the number of the next step."""
+
+    def __init__(
+        self,
+        method: Method,
+        data: TrainingData,
+        options: TrainingOptions,
+        *,
+        seed: int,
+        precision: Precision,
+        folder: Path | None = None,
+    ) -> None:
+        self.data, self.options, self.seed, self.folder = data, options, seed, folder
+        device = method.backbone.device
+        if precision == "fp16" and device.type != "cuda":
+            raise DropleError("fp16 training needs a CUDA GPU: use precision bf16 or float32 here.")
+        self.accelerator = Accelerator(
+            cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no"
+        )
+        self.method = method.to(device)
+        groups = method.parameter_groups(options.lr)
+        kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
+        extra = {} if options.optimizer == "adamw" else {"momentum": 0.9}
+        optimizer = kind(groups, lr=options.lr, weight_decay=options.weight_decay, **extra)
+        self.peaks = [group["lr"] for group in optimizer.param_groups]
+        self.module, self.optimizer = self.accelerator.prepare(method, optimizer)
+        self.per_epoch = math.ceil(len(data.labels) / options.batch_size)
+        self.steps = self.per_epoch * options.epochs
+        self.step = 0
+        self.pending: list[dict[str, Tensor | float]] = []
+
+    def run(self, on_status: Callable[[Status], None] | None = None, resume: bool = False) -> None:
+        """Train to the end, from the last checkpoint if there is one and `resume` is set."""
+        if resume:
+            self._load()
+        elif self.folder is not None and self.accelerator.is_main_process:
+            write_bytes(self.folder / LOG, b"")
+        self.method.train()
+        saved = time.monotonic()
+        try:
+            while self.step < self.steps:
+                for indices in self._epoch():
+                    self.pending.append(self._step(indices))
+                    self.step += 1
+                    if self.step % LOOK_EVERY == 0 or self.step % self.per_epoch == 0:
+                        self._look(on_status)
+                    if self.folder and (self.step % self.per_epoch == 0 or time.monotonic() - saved > SAVE_SECONDS):
+                        self._look(on_status)
+                        self._save()
+                        saved = time.monotonic()
+        except KeyboardInterrupt:
+            self._look(None)
+            self._save()
+            raise
+        self.method.eval()
+
+    def _epoch(self) -> Iterator[Tensor]:
+        """The batches that are left of this epoch."""
+        order = epoch_order(len(self.data.labels), self.seed, self.step // self.per_epoch)
+        return iter(order.split(self.options.batch_size)[self.step % self.per_epoch :])
+
+    def _step(self, indices: Tensor) -> dict[str, Tensor | float]:
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        torch.manual_seed(((self.seed << 32) + self.step * world + rank) % (1 << 63))
+        mine = indices[rank::world]
+        # A rank without a sample takes part with weight 0, so that gradients can meet.
+        share = len(mine) * world / len(indices)
+        mine = (mine if len(mine) else indices[:1]).to(self.data.labels.device)
+        backbone = self.method.backbone
+        size = backbone.pixels.size
+        pixels = augment(self.data.images[mine], size, size // backbone.patch_grid, self.options.augmentation)
+        batch = Batch(
+            images=normalise(pixels, backbone.pixels, backbone.dtype),
+            labels=self.data.labels[mine],
+            frozen=self.data.frozen[mine],
+        )
+        progress = Progress(self.step, self.steps, self.step // self.per_epoch, self.options.epochs)
+        factor = rate(self.step, self.steps, self.options.warmup)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = factor * peak
+        losses = self.module(batch, progress)
+        total = torch.stack(list(losses.values())).sum()
+        self.accelerator.backward(total * share)
+        if self.options.clip_norm:
+            self.accelerator.clip_grad_norm_(self.method.parameters(), self.options.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        shown: dict[str, Tensor | float] = {"loss": total.detach()}
+        shown |= {name: loss.detach() for name, loss in losses.items()}
+        return shown | self.method.monitor | {"lr": factor * self.options.lr}
+
+    def _look(self, on_status: Callable[[Status], None] | None) -> None:
+        """Read the steps since the last look: refuse what is not finite, log the rest."""
+        if not self.pending:
+            return
+        first = self.step - len(self.pending)
+        names = list(self.pending[0])
+        table = torch.stack(
+            [torch.stack([torch.as_tensor(row[n], dtype=torch.float64).cpu() for n in names]) for row in self.pending]
+        ).tolist()
+        self.pending = []
+        rows = [dict(zip(names, values, strict=True)) for values in table]
+        for number, row in enumerate(rows, first):
+            if not math.isfinite(row["loss"]):
+                terms = ", ".join(f"{n} {v:.4g}" for n, v in row.items())
+                raise DropleError(
+                    f"the loss is not finite at step {number + 1} of {self.steps} ({terms}). Lower the learning "
+                    f"rate (lr is {self.options.lr:g}), train in float32 or bf16, or keep clip_norm above 0."
+                )
+        if self.folder is not None and self.accelerator.is_main_process:
+            with open(self.folder / LOG, "a", encoding="utf-8") as log:
+                for number, row in enumerate(rows, first):
+                    shown = {n: float(f"{v:.6g}") for n, v in row.items()}
+                    log.write(json.dumps({"step": number, "epoch": number // self.per_epoch, **shown}) + "\n")
+        if on_status is not None:
+            epoch = (self.step - 1) // self.per_epoch
+            on_status(Status(self.step, self.steps, epoch, self.options.epochs, rows[-1]))
+
+    def _save(self) -> None:
+        if self.folder is None or not self.accelerator.is_main_process:
+            return
+        tensors = {f"method.{name}": p for name, p in self.method.named_parameters()}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        log_bytes = (self.folder / LOG).stat().st_size
+        scale = "" if self.accelerator.scaler is None else repr(self.accelerator.scaler.get_scale())
+        metadata = {"step": str(self.step), "log_bytes": str(log_bytes), "scale": scale}
+        write_tensors(self.folder / CHECKPOINT, tensors, metadata)
+
+    def _load(self) -> None:
+        assert self.folder is not None
+        path, log = self.folder / CHECKPOINT, self.folder / LOG
+        if not path.exists():
+            write_bytes(log, b"")
+            return
+        tensors, metadata = read_tensors(path)
+        try:
+            own = {n.removeprefix("method."): t for n, t in tensors.items() if n.startswith("method.")}
+            self.method.load_state_dict(own)
+            state: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                if name.startswith("optimizer."):
+                    _, index, key = name.split(".", 2)
+                    state.setdefault(int(index), {})[key] = tensor
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+            self.step = int(metadata["step"])
+            os.truncate(log, int(metadata["log_bytes"]))
+        except (KeyError, ValueError, RuntimeError, OSError) as error:
+            raise DropleError(f"{path} does not fit this run ({error}): train anew without --resume.") from None
+        if self.accelerator.scaler is not None and metadata.get("scale"):
+            self.accelerator.scaler.update(float(metadata["scale"]))
+
+    def finish(self) -> None:
+        """The checkpoint has served once its run is saved."""
+        if self.folder is not None and self.accelerator.is_main_process:
+            (self.folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+def as_dict(options: TrainingOptions) -> dict[str, Any]:
+    return asdict(options)

@@ -1,0 +1,17 @@
+"""What the tests share: where the real data is, a tiny random CLIP, determinism."""
+
+import os
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder with real data and the fp16 model; tests that need it are skipped where it is absent."""
+    folder = pathlib.Path(os.environ.get("DROPLE_SHARED", ROOT.parent / "shared"))
+    if not (folder / "data").is_dir():
+        pytest.skip(f"real data not found at {folder}: set DROPLE_SHARED to the folder that holds data/ and models/")
+    return folder
