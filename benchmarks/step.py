@@ -29,7 +29,8 @@ def words(count: int) -> tuple[str, ...]:
 
 def step(method: Method, batch: Batch) -> float:
     start = time.perf_counter()
-    losses = method.training_step(batch, Progress(5, 10, 0, 1))
+    method.advance(Progress(5, 10, 0, 1))
+    losses = method.training_step(batch)
     torch.stack(list(losses.values())).sum().backward()
     for parameter in method.parameters():
         parameter.grad = None

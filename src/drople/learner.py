@@ -5,6 +5,9 @@ Training sees the train and validation parts only; no test file can be reached f
 """
 
 import hashlib
+import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +24,11 @@ from drople.data.images import BadImage, ImageSource, decode, decode_batches, no
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
 from drople.methods import Method, Task, find, make, option_names
-from drople.methods.base import frozen_classes
+from drople.methods.base import PromptMethod, frozen_classes
 from drople.options import build, check_range, names
 from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
+from drople.regulariser import DropleOptions
 from drople.templates import DEFAULT, read_template
 from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingData, TrainingOptions
 
@@ -32,6 +36,18 @@ CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
 # Training images are kept a little larger than the backbone sees them, so that crops have room.
 ROOM = 8 / 7
 ENCODE_BATCH = 64
+# What a run cannot be loaded without.
+CONFIG_FIELDS: dict[str, type] = {
+    "backbone": str,
+    "method": str,
+    "options": dict,
+    "training": dict,
+    "templates": list,
+    "classes": list,
+    "words": list,
+    "seed": int,
+    "samples": list,
+}
 
 
 class PromptLearner:
@@ -99,8 +115,17 @@ class PromptLearner:
         folder = None if out is None else Path(out)
         config = self._config(images, shots, chosen, method_options, training_options)
         if folder is not None:
-            self._open_folder(folder, config, resume)
+            self._check_folder(folder, config, resume)
+        elif resume:
+            raise DropleError("resume needs out: the run folder to go on with.")
         self._set_up(config, method_options)
+        if isinstance(self.method_, PromptMethod):
+            # A class name too long to stand among the prompts is refused here, not at the first step.
+            self.method_.sentences(self.words_)
+        if folder is not None and resume and (folder / METRICS).exists():
+            self.progress.say(f"{folder} is finished already: nothing to train")
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+            return self._restore(folder)
         training = Training(
             self.method_,
             self._training_data(chosen),
@@ -109,6 +134,10 @@ class PromptLearner:
             precision=self.precision,
             folder=folder,
         )
+        # Not before all that can be refused has been, in every process: what is left behind can go on.
+        training.accelerator.wait_for_everyone()
+        if folder is not None and training.accelerator.is_main_process:
+            write_json(folder / CONFIG, config)
         self.history_: list[dict[str, float]] = []
         if list(self.method_.parameters()):
             with torch.random.fork_rng(), self.progress.task(f"training {self.method}", training.steps) as update:
@@ -127,14 +156,14 @@ class PromptLearner:
 
     def _split_options(self) -> tuple[dict[str, Any], TrainingOptions]:
         """The options of the method and of training, presets first, then what was given."""
-        kind, _ = find(self.method)
+        kind, wrapped = find(self.method)
         given = dict(self.options)
         if self.preset is not None:
             if self.preset not in kind.presets:
                 raise unknown(f"preset of {self.method}", self.preset, kind.presets or ["(it has none)"])
             given = {**kind.presets[self.preset], **given}
-        template = given.pop("templates", None)
-        self.templates_ = read_template(self.template or template or DEFAULT)
+        template = given.pop("templates", DEFAULT)
+        self.templates_ = read_template(template if self.template is None else self.template)
         of_training = names(TrainingOptions)
         known = option_names(self.method)
         for name in given:
@@ -142,7 +171,12 @@ class PromptLearner:
                 raise unknown(f"option of {self.method}", name, [*known, *of_training])
         check_range("seed", self.seed, 0, 2**31 - 1)
         training = build(TrainingOptions, {n: v for n, v in given.items() if n in of_training})
-        return {n: v for n, v in given.items() if n in known}, training
+        of_method: dict[str, Any] = {}
+        for group in (kind.Options, *([DropleOptions] if wrapped else [])):
+            own = {n: v for n, v in given.items() if n in names(group)}
+            built = build(group, own)
+            of_method |= {n: getattr(built, n) for n in own}
+        return of_method, training
 
     def _config(
         self,
@@ -165,10 +199,10 @@ class PromptLearner:
             "shots": shots,
             "seed": self.seed,
             "precision": self.precision,
-            "samples": [[fingerprint(e.image), images.classes[e.label]] for e in chosen],
+            "samples": [[file_name(e.image, images.root), images.classes[e.label], fingerprint(e.image)] for e in chosen],
         }
 
-    def _open_folder(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
+    def _check_folder(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
         there = folder / CONFIG
         if resume and there.exists():
             before = read_json(there)
@@ -183,13 +217,14 @@ class PromptLearner:
             raise DropleError(f"{folder} already holds a run: give another --out, or --resume to go on with it.")
         if folder.exists() and not folder.is_dir():
             raise DropleError(f"{folder} is a file: give --out a folder.")
-        write_json(there, config)
 
     def _set_up(self, config: Mapping[str, Any], method_options: Mapping[str, Any]) -> None:
         """Backbone and method as the config says, untrained."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         try:
             place = torch.device(device)
             torch.empty(0, device=place)
@@ -252,22 +287,39 @@ class PromptLearner:
 
     def predict(self, images: Any, classes: Sequence[str] | None = None) -> list[str]:
         """The most likely class of each image; `classes` may be others than those trained on."""
+        self._check_fitted()
         named = self.classes_ if classes is None else tuple(classes)
         return [named[k] for k in self.predict_proba(images, classes).argmax(1)]
 
     def predict_proba(self, images: Any, classes: Sequence[str] | None = None) -> np.ndarray:
         """Calibrated probabilities [N, K], in the order of `classes_` (or of `classes`).
 
-        An image that cannot be read raises; `logits` skips it instead.
+        An image that cannot be read raises; `readable_proba` skips it instead.
         """
+        return self._proba(as_sources(images), classes, strict=True)[1]
+
+    def readable_proba(
+        self, images: Any, classes: Sequence[str] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        """Which images could be read, and their probabilities; the others are said, or with `strict` raised."""
+        return self._proba(as_sources(images), classes, strict=self.strict)
+
+    def _proba(
+        self, sources: list[ImageSource], classes: Sequence[str] | None, strict: bool
+    ) -> tuple[list[int], np.ndarray]:
         self._check_fitted()
         words = self.words_ if classes is None else tuple(classes)
         if len(set(words)) < 2:
-            raise DropleError("prediction needs two or more different classes.")
-        logits, _, bad = self._logits(as_sources(images), words, "predicting")
-        if bad:
+            raise DropleError("prediction needs two or more different classes to choose from.")
+        if not sources:
+            return [], np.empty((0, len(words)), np.float32)
+        logits, good, bad = self._logits(sources, words, "predicting")
+        if bad and strict:
             raise bad[0]
-        return (logits / self.temperature_).softmax(-1).numpy()
+        self._say_bad(bad)
+        if not good:
+            raise DropleError("none of the images can be read: " + str(bad[0]))
+        return good, (logits / self.temperature_).softmax(-1).numpy()
 
     def score(self, data: DataSource | ImageData, split: str | None = None) -> float:
         """Top-1 accuracy on labelled images."""
@@ -280,11 +332,13 @@ class PromptLearner:
         *,
         zero_shot: bool = True,
         classnames: Mapping[str, str] | str | Path | None = None,
+        adjust: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> dict[str, Any]:
         """Accuracy, calibration, per class and confusion on a split: `test` where the data has one,
         else every image that training did not use.
 
         Classes the run never saw are taken as they are: prompts learned on some classes serve others.
+        `adjust` makes the final logits from the learned and the zero-shot ones (post-hoc methods).
         """
         self._check_fitted()
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
@@ -294,12 +348,14 @@ class PromptLearner:
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
         labels = [known[images.classes[e.label]] if ours else e.label for e in examples]
         sources = [e.image for e in examples]
-        views = [_learned(words)] + ([_zero_shot(words)] if zero_shot else [])
+        views = [_learned(words)] + ([_zero_shot(words)] if zero_shot or adjust else [])
         logits, good, bad = self._all_logits(sources, views, f"evaluating {name}")
         self._say_bad(bad)
         if not good:
             raise DropleError(f"none of the {len(sources)} images of {name} can be read: see the list above.")
         truth = torch.tensor([labels[i] for i in good])
+        if adjust is not None:
+            logits[0] = adjust(logits[0], logits[1])
         result = metrics.evaluate(logits[0] / self.temperature_, truth, classes)
         extra: dict[str, Any] = {"split": name, "images": len(good), "skipped": [str(b.source) for b in bad]}
         extra["ece_uncalibrated"] = metrics.ece(logits[0].softmax(-1), truth)
@@ -307,12 +363,20 @@ class PromptLearner:
             extra["zero_shot_accuracy"] = metrics.accuracy(logits[1], truth)
         return result | extra
 
+    def zero_shot_logits(self, images: Any) -> Tensor:
+        """What the untrained model says of images, over the classes trained on."""
+        self._check_fitted()
+        logits, _, bad = self._all_logits(as_sources(images), [_zero_shot(self.words_)], "zero-shot")
+        if bad:
+            raise bad[0]
+        return logits[0]
+
     def _held_out(self, images: ImageData, split: str | None) -> tuple[tuple[Example, ...], str]:
         if split is not None:
             return images.split(split), split
         if images.test:
             return images.test, "test"
-        trained = {print for print, _ in self.config_["samples"]}
+        trained = {known_by for *_, known_by in self.config_["samples"]}
         everything = [*images.train, *images.val, *(e for part in images.extra.values() for e in part)]
         rest = tuple(e for e in everything if fingerprint(e.image) not in trained)
         if not rest:
@@ -374,8 +438,7 @@ class PromptLearner:
         folder = Path(folder)
         write_json(folder / CONFIG, self.config_)
         if not (folder / LOG).exists():
-            lines = "".join(f"{row}\n" for row in map(_json_line, self.history_))
-            write_bytes(folder / LOG, lines.encode())
+            write_bytes(folder / LOG, "".join(f"{json.dumps(row)}\n" for row in self.history_).encode())
         metadata = {"drople": __version__, "method": str(self.config_["method"])}
         write_tensors(folder / PROMPTS, dict(self.method_.named_parameters()), metadata)
         write_json(folder / METRICS, self.metrics_)
@@ -389,38 +452,44 @@ class PromptLearner:
         if not folder.is_dir():
             raise DropleError(f"there is no run folder {folder}: give the --out of a drople fit.")
         config = read_json(folder / CONFIG)
-        needed = ("backbone", "method", "options", "training", "templates", "classes", "words", "seed", "samples")
-        missing = [n for n in needed if n not in config]
-        if missing:
-            raise DropleError(f"{folder / CONFIG} lacks {', '.join(missing)}: it was not written by drople fit.")
+        missing = [n for n, kind in CONFIG_FIELDS.items() if not isinstance(config.get(n), kind)]
+        if missing or not same_length_texts(config["classes"], config["words"]):
+            wrong = ", ".join(missing or ["classes that go with its words"])
+            raise DropleError(f"{folder / CONFIG} lacks {wrong}: it was not written by drople fit.")
         if not (folder / METRICS).exists():
             raise DropleError(f"{folder} is not finished: go on with drople fit --resume.")
-        saved = read_json(folder / METRICS)
-        tensors, _ = read_tensors(folder / PROMPTS)
         learner = cls(
             config["backbone"],
             config["method"],
             preset=config.get("preset"),
+            template=config["templates"][0] if len(config["templates"]) == 1 else "eleven",
             seed=config["seed"],
             device=device,
             precision=config.get("precision", "auto"),
             progress=progress,
-            **config["options"],
-            **config["training"],
         )
+        learner.options = {**config["options"], **config["training"]}
         learner._set_up(config, config["options"])
+        return learner._restore(folder)
+
+    def _restore(self, folder: Path) -> "PromptLearner":
+        """What was learned, into the method that was set up for it."""
+        saved = read_json(folder / METRICS)
+        tensors, _ = read_tensors(folder / PROMPTS)
         try:
-            learner.method_.load_state_dict(tensors)
+            self.method_.load_state_dict(tensors)
         except RuntimeError as error:
-            reason = str(error).replace("\n\t", " ").split(": ", 1)[-1]
+            reason = " ".join(str(error).split()).split(": ", 1)[-1]
             raise DropleError(
-                f"{folder / PROMPTS} does not fit {config['method']} on {config['backbone']} ({reason}): the files "
-                "of this folder are not of one run."
+                f"{folder / PROMPTS} does not fit {self.method} on {self.backbone} ({reason[:200]}): the files of "
+                "this folder are not of one run."
             ) from None
-        learner.method_.eval()
-        learner.metrics_, learner.history_ = saved, []
-        learner.temperature_ = float(saved.get("temperature", 1.0))
-        return learner
+        self.method_.eval()
+        self.metrics_, self.history_ = saved, []
+        self.temperature_ = saved.get("temperature")
+        if not isinstance(self.temperature_, float | int) or not 0 < self.temperature_ < math.inf:
+            raise DropleError(f"{folder / METRICS} has no temperature: it was not written by drople fit.")
+        return self
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "method_"):
@@ -433,8 +502,8 @@ class PromptLearner:
     def _say_bad(self, bad: Sequence[BadImage]) -> None:
         for image in bad[:10]:
             self.progress.say(f"skipped {image.source}: {image.reason}")
-        if len(bad) > 10:
-            self.progress.say(f"... {len(bad)} images skipped in all")
+        if len(bad) > 1:
+            self.progress.say(f"{len(bad)} images skipped in all")
 
 
 View = Callable[[PromptLearner, Tensor], Tensor]
@@ -467,14 +536,20 @@ def fingerprint(image: ImageSource) -> str:
     return hashlib.sha256(np.ascontiguousarray(np.asarray(image)).tobytes()).hexdigest()
 
 
+def same_length_texts(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(isinstance(text, str) for text in [*first, *second])
+
+
+def file_name(image: ImageSource, root: Path | None) -> str | None:
+    """Where an image lies under the data's root; None for one that came from memory."""
+    if not isinstance(image, str | Path):
+        return None
+    path = Path(image)
+    return path.relative_to(root).as_posix() if root is not None and path.is_relative_to(root) else path.name
+
+
 def as_sources(images: Any) -> list[ImageSource]:
     """One image or many."""
     if isinstance(images, str | Path) or not isinstance(images, Sequence):
         return [images]
     return list(images)
-
-
-def _json_line(row: Mapping[str, float]) -> str:
-    import json
-
-    return json.dumps(row)

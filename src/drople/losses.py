@@ -4,8 +4,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels)
+def cross_entropy(logits: Tensor, labels: Tensor, log_prior: Tensor | None = None) -> Tensor:
+    """Cross-entropy; with the log frequencies of the training classes it is the logit-adjusted loss
+    (Menon et al. 2021; balanced softmax, Ren et al. 2020), which a long tail asks for."""
+    return F.cross_entropy(logits if log_prior is None else logits + log_prior, labels)
 
 
 def l1_consistency(learned: Tensor, frozen: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def convert(name: str, value: Any, hint: Any) -> Any:
             raise unknown(f"value of option {name}", str(value), [str(a) for a in args])
         return value
     if origin is tuple:
-        parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else list(value)
+        if not isinstance(value, str | list | tuple):
+            raise DropleError(f"option {name} is {value!r}: it must be a list.")
+        parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
         return tuple(convert(name, part, args[0]) for part in parts)
     if hint is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -69,7 +71,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     if hint in (int, float):
         try:
             number = hint(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise DropleError(f"option {name} is {value!r}: it must be a {'whole ' * (hint is int)}number.") from None
         if hint is int and isinstance(value, float) and value != number:
             raise DropleError(f"option {name} is {value!r}: it must be a whole number.")

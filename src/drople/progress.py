@@ -3,12 +3,18 @@
 Everything here goes to standard error, so that standard output can carry results alone.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 Update = Callable[..., None]
+
+
+def speaks() -> bool:
+    """Of several processes that train together, the first alone speaks and writes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Progress(Protocol):
@@ -42,7 +48,7 @@ class Terminal:
 
     @contextmanager
     def task(self, what: str, total: int) -> Iterator[Update]:
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or not speaks():
             yield lambda done, values=None: None
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -64,7 +70,9 @@ class Terminal:
             yield update
 
     def say(self, line: str) -> None:
-        self.console.print(f"note: {line}", style="yellow", markup=False)
+        if speaks():
+            # Unwrapped, so that the name of a file can be copied, and found by a program.
+            self.console.print(f"note: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
 def summary(values: Mapping[str, float]) -> str:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from drople.errors import DropleError
 
+METADATA = "drople"
+
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Atomic: a reader, or a run that was killed, sees the old file or the new one."""
@@ -31,7 +33,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    # A file name that is no UTF-8 holds lone surrogates: as backslashes they are what JSON writes for them.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,15 +53,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, to_bytes(plain, dict(metadata) if metadata else None))
+    # One entry: safetensors writes several in an order that differs from process to process.
+    packed = {METADATA: json.dumps(dict(metadata), sort_keys=True)} if metadata else None
+    write_bytes(path, to_bytes(plain, packed))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            packed = (file.metadata() or {}).get(METADATA, "{}")
+            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(packed)  # noqa: SIM118
     except FileNotFoundError:
         raise DropleError(f"{path.parent} has no {path.name}: it is not a finished run of drople fit.") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DropleError(f"{path} is damaged ({error}): copy the run again, or train anew.") from None

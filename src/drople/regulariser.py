@@ -119,6 +119,8 @@ class Branches:
 class Regulariser(nn.Module):
     """The regulariser: learnable bridge tokens, dropout for a pass, and its loss terms."""
 
+    lam: Tensor
+
     def __init__(self, backbone: Backbone, options: DropleOptions) -> None:
         super().__init__()
         self.options = options
@@ -132,6 +134,8 @@ class Regulariser(nn.Module):
         for modality, (wanted, there) in asked.items():
             self.layers[modality], note = capped(wanted, there, f"{modality} dropout")
             self.notes += [note] if note else []
+        # A tensor, so that a step captured as a CUDA graph sees it change.
+        self.register_buffer("lam", torch.zeros(()), persistent=False)
         self.bridge: Bridge | None = None
         if "cross" in options.scores and options.rate == "importance":
             self.bridge = Bridge(
@@ -166,15 +170,19 @@ class Regulariser(nn.Module):
             record=record,
         )
 
-    def lam(self, progress: Progress) -> float:
+    def advance(self, progress: Progress) -> None:
+        """Move lambda along its schedule."""
         done = progress.done if self.options.lambda_by == "iteration" else progress.epoch / max(1, progress.epochs)
-        return lambda_schedule(self.options.lambda0, done)
+        self.lam.fill_(lambda_schedule(self.options.lambda0, done))
 
-    def losses(
-        self, branches: Branches, vision: TokenDropout, text: TokenDropout, progress: Progress
-    ) -> dict[str, Tensor]:
+    @property
+    def fixed_shapes(self) -> bool:
+        """Removing tokens changes lengths, and one random layer changes which kernels run."""
+        return self.options.operation != "remove" and self.options.draw != "one_layer"
+
+    def losses(self, branches: Branches, vision: TokenDropout, text: TokenDropout) -> dict[str, Tensor]:
         """The weighted terms, by name; a weight of 0 leaves its term out."""
-        o, b, lam = self.options, branches, self.lam(progress)
+        o, b, lam = self.options, branches, self.lam
         losses: dict[str, Tensor] = {}
         if o.residual_entropy_visual:
             losses["residual_entropy_visual"] = o.residual_entropy_visual * visual_residual_entropy(
@@ -196,9 +204,9 @@ class Regulariser(nn.Module):
         return losses
 
     @torch.no_grad()
-    def monitor(self, vision: TokenDropout, text: TokenDropout, progress: Progress) -> dict[str, Tensor | float]:
+    def monitor(self, vision: TokenDropout, text: TokenDropout) -> dict[str, Tensor]:
         """What the log shows besides losses."""
-        shown: dict[str, Tensor | float] = {"lambda": self.lam(progress)}
+        shown = {"lambda": self.lam.clone()}
         for name, dropout in (("drop_rate_vision", vision), ("drop_rate_text", text)):
             if dropout.counts:
                 shown[name] = dropout.drop_rate()

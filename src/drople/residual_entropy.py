@@ -20,13 +20,13 @@ def lambda_schedule(lambda0: float, progress: float) -> float:
     return lambda0 * (1 - (1 + 10 * progress) ** -0.75)
 
 
-def residual(dropped: Tensor, original: Tensor, lam: float) -> Tensor:
+def residual(dropped: Tensor, original: Tensor, lam: float | Tensor) -> Tensor:
     """`z^r = (z^d - lambda z^o) / (1 - lambda)`."""
     return (dropped - lam * original) / (1 - lam)
 
 
 def class_residual_logits(
-    dropped: Tensor, original: Tensor, lam: float, others: Tensor, scale: float, on: ResidualOn
+    dropped: Tensor, original: Tensor, lam: float | Tensor, others: Tensor, scale: float, on: ResidualOn
 ) -> Tensor:
     """`sim(z^r, others) / tau` [N, M].
 
@@ -47,14 +47,14 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def visual_residual_entropy(
-    z_d: Tensor, z_o: Tensor, class_weights_o: Tensor, lam: float, scale: float, on: ResidualOn
+    z_d: Tensor, z_o: Tensor, class_weights_o: Tensor, lam: float | Tensor, scale: float, on: ResidualOn
 ) -> Tensor:
     """`L_RE^v = -H(p(y | z_v^r))` against the frozen class embeddings W_t^o."""
     return -entropy(class_residual_logits(z_d, z_o, lam, class_weights_o, scale, on))
 
 
 def textual_residual_entropy(
-    w_d: Tensor, w_o: Tensor, images_o: Tensor, lam: float, scale: float, on: ResidualOn
+    w_d: Tensor, w_o: Tensor, images_o: Tensor, lam: float | Tensor, scale: float, on: ResidualOn
 ) -> Tensor:
     """`L_RE^t`: over the classes' residuals [K, E], seen from each frozen image feature [B, E]."""
     return -entropy(class_residual_logits(w_d, w_o, lam, images_o, scale, on).T)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor
 
+from drople.cuda_graph import GraphedStep
 from drople.data.augment import patch_randaugment, random_resized_crop_flip
 from drople.data.images import normalise
 from drople.errors import DropleError
@@ -44,6 +45,9 @@ class TrainingOptions:
     weight_decay: float = option(5e-4, "weight decay (released 5e-5)", low=0)
     warmup: float = option(0.05, "share of the steps in which the rate rises; then a cosine to 0", low=0, high=1)
     clip_norm: float = option(1.0, "largest norm of the gradient; 0 is no limit", low=0)
+    loss: Literal["cross_entropy", "logit_adjusted"] = option(
+        "cross_entropy", "cross_entropy, or logit_adjusted by class frequency for a long tail"
+    )
     augmentation: Augmentation = option(
         "crop_flip", "crop_flip, patch_randaugment (released: that on top of it), or none"
     )
@@ -106,20 +110,35 @@ class Training:
         device = method.backbone.device
         if precision == "fp16" and device.type != "cuda":
             raise DropleError("fp16 training needs a CUDA GPU: use precision bf16 or float32 here.")
+        # What a loss of weight 0 leaves without a gradient is known only to the step.
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
         self.accelerator = Accelerator(
-            cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no"
+            cpu=device.type == "cpu",
+            mixed_precision="fp16" if precision == "fp16" else "no",
+            kwargs_handlers=[unused],
         )
         self.method = method.to(device)
+        if options.loss == "logit_adjusted":
+            counts = torch.bincount(data.labels, minlength=len(method.task.words)).clamp_min(1)
+            method.log_prior = (counts / counts.sum()).log()
         groups = method.parameter_groups(options.lr)
         kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
-        extra = {} if options.optimizer == "adamw" else {"momentum": 0.9}
+        extra: dict[str, Any] = {} if options.optimizer == "adamw" else {"momentum": 0.9}
+        extra["fused"] = device.type == "cuda"
         optimizer = kind(groups, lr=options.lr, weight_decay=options.weight_decay, **extra)
         self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.module, self.optimizer = self.accelerator.prepare(method, optimizer)
+        self.module, self.optimizer = method, optimizer
+        # Several processes cannot share a module that learns nothing.
+        if method.trainable:
+            self.module, self.optimizer = self.accelerator.prepare(method, optimizer)
         self.per_epoch = math.ceil(len(data.labels) / options.batch_size)
         self.steps = self.per_epoch * options.epochs
         self.step = 0
-        self.pending: list[dict[str, Tensor | float]] = []
+        self.graphed: GraphedStep | None = None
+        one = self.accelerator.num_processes == 1 and precision != "fp16"
+        if device.type == "cuda" and one and method.fixed_shapes and options.augmentation != "patch_randaugment":
+            self.graphed = GraphedStep(self._gradients, method)
+        self.pending: list[dict[str, Any]] = []
 
     def run(self, on_status: Callable[[Status], None] | None = None, resume: bool = False) -> None:
         """Train to the end, from the last checkpoint if there is one and `resume` is set."""
@@ -129,21 +148,17 @@ class Training:
             write_bytes(self.folder / LOG, b"")
         self.method.train()
         saved = time.monotonic()
-        try:
-            while self.step < self.steps:
-                for indices in self._epoch():
-                    self.pending.append(self._step(indices))
-                    self.step += 1
-                    if self.step % LOOK_EVERY == 0 or self.step % self.per_epoch == 0:
-                        self._look(on_status)
-                    if self.folder and (self.step % self.per_epoch == 0 or time.monotonic() - saved > SAVE_SECONDS):
-                        self._look(on_status)
-                        self._save()
-                        saved = time.monotonic()
-        except KeyboardInterrupt:
-            self._look(None)
-            self._save()
-            raise
+        while self.step < self.steps:
+            for indices in self._epoch():
+                self.pending.append(self._step(indices))
+                self.step += 1
+                if self.step % LOOK_EVERY == 0 or self.step % self.per_epoch == 0:
+                    self._look(on_status)
+                if self.step % self.per_epoch == 0 or time.monotonic() - saved > SAVE_SECONDS:
+                    self._look(on_status)
+                    self._check_parameters()
+                    self._save()
+                    saved = time.monotonic()
         self.method.eval()
 
     def _epoch(self) -> Iterator[Tensor]:
@@ -151,13 +166,27 @@ class Training:
         order = epoch_order(len(self.data.labels), self.seed, self.step // self.per_epoch)
         return iter(order.split(self.options.batch_size)[self.step % self.per_epoch :])
 
-    def _step(self, indices: Tensor) -> dict[str, Tensor | float]:
+    def _step(self, indices: Tensor) -> dict[str, Any]:
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         torch.manual_seed(((self.seed << 32) + self.step * world + rank) % (1 << 63))
         mine = indices[rank::world]
         # A rank without a sample takes part with weight 0, so that gradients can meet.
         share = len(mine) * world / len(indices)
         mine = (mine if len(mine) else indices[:1]).to(self.data.labels.device)
+        self.method.advance(Progress(self.step, self.steps, self.step // self.per_epoch, self.options.epochs))
+        factor = rate(self.step, self.steps, self.options.warmup)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = factor * peak
+        shown = self.graphed(mine) if self.graphed is not None else self._gradients(mine, share)
+        if self.options.clip_norm:
+            self.accelerator.clip_grad_norm_(self.method.parameters(), self.options.clip_norm)
+        self.optimizer.step()
+        if self.graphed is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        return {**shown, "lr": factor * self.options.lr}
+
+    def _gradients(self, mine: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        """Forward and backward on some images; the losses, and what the method shows besides."""
         backbone = self.method.backbone
         size = backbone.pixels.size
         pixels = augment(self.data.images[mine], size, size // backbone.patch_grid, self.options.augmentation)
@@ -166,39 +195,28 @@ class Training:
             labels=self.data.labels[mine],
             frozen=self.data.frozen[mine],
         )
-        progress = Progress(self.step, self.steps, self.step // self.per_epoch, self.options.epochs)
-        factor = rate(self.step, self.steps, self.options.warmup)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = factor * peak
-        losses = self.module(batch, progress)
+        losses = self.module(batch)
         total = torch.stack(list(losses.values())).sum()
         self.accelerator.backward(total * share)
-        if self.options.clip_norm:
-            self.accelerator.clip_grad_norm_(self.method.parameters(), self.options.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        shown: dict[str, Tensor | float] = {"loss": total.detach()}
-        shown |= {name: loss.detach() for name, loss in losses.items()}
-        return shown | self.method.monitor | {"lr": factor * self.options.lr}
+        return {"loss": total.detach()} | {n: v.detach() for n, v in losses.items()} | self.method.monitor
 
     def _look(self, on_status: Callable[[Status], None] | None) -> None:
         """Read the steps since the last look: refuse what is not finite, log the rest."""
         if not self.pending:
             return
         first = self.step - len(self.pending)
-        names = list(self.pending[0])
-        table = torch.stack(
-            [torch.stack([torch.as_tensor(row[n], dtype=torch.float64).cpu() for n in names]) for row in self.pending]
-        ).tolist()
+        names = [name for name, value in self.pending[0].items() if isinstance(value, Tensor)]
+        # One transfer for all of them.
+        table = torch.stack([torch.stack([row[n].double() for n in names]) for row in self.pending]).tolist()
+        rows = [
+            dict(zip(names, values, strict=True)) | {"lr": float(row["lr"])}
+            for values, row in zip(table, self.pending, strict=True)
+        ]
         self.pending = []
-        rows = [dict(zip(names, values, strict=True)) for values in table]
         for number, row in enumerate(rows, first):
             if not math.isfinite(row["loss"]):
                 terms = ", ".join(f"{n} {v:.4g}" for n, v in row.items())
-                raise DropleError(
-                    f"the loss is not finite at step {number + 1} of {self.steps} ({terms}). Lower the learning "
-                    f"rate (lr is {self.options.lr:g}), train in float32 or bf16, or keep clip_norm above 0."
-                )
+                raise self._diverged(f"the loss is not finite at step {number + 1} of {self.steps} ({terms})")
         if self.folder is not None and self.accelerator.is_main_process:
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
                 for number, row in enumerate(rows, first):
@@ -207,6 +225,18 @@ class Training:
         if on_status is not None:
             epoch = (self.step - 1) // self.per_epoch
             on_status(Status(self.step, self.steps, epoch, self.options.epochs, rows[-1]))
+
+    def _check_parameters(self) -> None:
+        """A step with a finite loss can still leave NaN behind: no later loss would show that of the last one."""
+        for name, parameter in self.method.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise self._diverged(f"{name} is not finite after step {self.step} of {self.steps}")
+
+    def _diverged(self, what: str) -> DropleError:
+        return DropleError(
+            f"{what}. Lower the learning rate (lr is {self.options.lr:g}), train in float32 or bf16, or keep "
+            "clip_norm above 0."
+        )
 
     def _save(self) -> None:
         if self.folder is None or not self.accelerator.is_main_process:
@@ -236,6 +266,8 @@ class Training:
                     state.setdefault(int(index), {})[key] = tensor
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
             self.step = int(metadata["step"])
+            if log.stat().st_size < int(metadata["log_bytes"]):
+                raise ValueError(f"{LOG} is shorter than it was")
             os.truncate(log, int(metadata["log_bytes"]))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise DropleError(f"{path} does not fit this run ({error}): train anew without --resume.") from None

@@ -190,20 +190,21 @@ class Backbone:
             eos = tokens.states[torch.arange(len(rows), device=self.device), tokens.anchor]
             return self.model.text_projection(tower.final_layer_norm(eos)).float()
 
-        tokens_at_once = self.activation_bytes // (
-            SAVED_UNITS * self.text_width * self.text_layers * self.base_bytes
-        )
-        size = max(1, tokens_at_once // sentences.base.shape[1])
-        if len(sentences) <= size:
+        if self.fits_at_once(sentences):
             return encode(sentences)
+        size = self._classes_at_once(sentences)
         parts = [sentences.rows(n, n + size) for n in range(0, len(sentences), size)]
         if torch.is_grad_enabled():
             return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
         return torch.cat([encode(part) for part in parts])
 
-    @property
-    def base_bytes(self) -> int:
-        return self.model.logit_scale.element_size()
+    def fits_at_once(self, sentences: Sentences) -> bool:
+        """Whether the activations of all classes fit the budget together."""
+        return len(sentences) <= self._classes_at_once(sentences)
+
+    def _classes_at_once(self, sentences: Sentences) -> int:
+        numbers = SAVED_UNITS * self.text_width * self.text_layers * sentences.base.shape[1]
+        return max(1, self.activation_bytes // (numbers * self.dtype.itemsize))
 
     # Images ----------------------------------------------------------------------------------------
 

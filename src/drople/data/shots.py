@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from drople.data.dataset import Example
+from drople.data.dataset import Example, ImageData
 from drople.errors import DropleError
 
 
@@ -62,3 +63,22 @@ def by_label(examples: Iterable[Example]) -> dict[int, list[Example]]:
 
 def _shuffled(members: list[Example], label: int, seed: int) -> list[Example]:
     return random.Random(f"{seed}/{label}").sample(members, len(members))
+
+
+def only_classes(data: ImageData, labels: Sequence[int]) -> ImageData:
+    """The data of some classes alone, numbered anew in the given order."""
+    place = {label: number for number, label in enumerate(labels)}
+
+    def part(examples: Iterable[Example]) -> tuple[Example, ...]:
+        return tuple(replace(e, label=place[e.label]) for e in examples if e.label in place)
+
+    return replace(
+        data,
+        classes=tuple(data.classes[label] for label in labels),
+        words=tuple(data.words[label] for label in labels),
+        train=part(data.train),
+        val=part(data.val),
+        test=part(data.test),
+        extra={name: part(examples) for name, examples in data.extra.items()},
+        notes=(),
+    )

@@ -1,9 +1,10 @@
 """A small image dataset drawn by code, so that the demo needs no download and no licence.
 
-Sixteen everyday things, each drawn by one short function with a pen that wobbles: in ink, as a wash or in colour,
-on varied paper, among clutter, sometimes partly hidden, blurred or grainy. The first half of the sorted names are
-the base classes, the second half the novel ones. Things and variation were chosen with the embedded model: its
-zero-shot is far above chance and far below perfect on both halves, so a few images can teach it something.
+Sixteen everyday things, each drawn by one short function with a pen that wobbles: in ink, as a wash or in
+colour, on varied paper, among clutter, sometimes partly hidden, blurred or grainy. The first half of the
+sorted names are the base classes, the second half the novel ones. Things, variation and template were chosen
+with the embedded model so that its zero-shot is far above chance and far below perfect on both halves: a few
+images can then teach it something. So these drawings show how methods work; they do not rank them.
 """
 
 import shutil
@@ -25,7 +26,7 @@ Points = NDArray[np.float64]
 
 
 class Pen:
-    """Draws in a figure's own coordinates, [-1, 1] with y downwards, with the hand and style of one drawing."""
+    """Draws in a figure's own coordinates, [-1, 1] with y downwards, in one drawing's hand and style."""
 
     def __init__(
         self, image: Image.Image, rng: np.random.Generator, radius: float, centre: Points, paper: Colour
@@ -46,7 +47,7 @@ class Pen:
         self._hue_shift = rng.normal(0, 0.05)
 
     def tint(self, hue: float, saturation: float = 0.7, value: float = 0.85) -> Colour:
-        """A colour near the one asked for, as strong as the style has it: the bare paper in a line drawing."""
+        """A colour near the one asked for, as strong as the style has it: bare paper in a line drawing."""
         red, green, blue = shade(self.rng, hue + self._hue_shift, saturation, value)
         mixed = self._strength * np.array([red, green, blue]) + (1 - self._strength) * np.array(self._paper)
         red, green, blue = mixed.astype(int).tolist()
@@ -74,7 +75,7 @@ class Pen:
         self._stroke(path, thickness * self._outline * self._unit, self._ink)
 
     def tubes(self, paths: Sequence[ArrayLike], width: float, fill: Colour) -> None:
-        """Thick outlined strokes that grow into one another: the ink of all comes before the colour of any."""
+        """Thick outlined strokes that grow into one another: all the ink comes before any colour."""
         placed = [self._place(path, smooth=True, closed=False) for path in paths]
         for extra, colour in ((2 * self._outline, self._ink), (0.0, fill)):
             for path in placed:
@@ -119,7 +120,7 @@ def spline(points: Points, closed: bool, steps: int = 8) -> Points:
 
 
 def mirrored(points: ArrayLike) -> Points:
-    """The points, then the same with x negated in the opposite order: a symmetric outline from its right half."""
+    """A symmetric outline from its right half: the points, then their mirror images backwards."""
     right = np.asarray(points, dtype=np.float64)
     return np.concatenate([right, right[::-1] * (-1, 1)])
 
@@ -281,9 +282,9 @@ def palm_tree(pen: Pen) -> None:
         (0.3, -0.9),
         (-0.55, 0.2),
     ):
-        middle = np.array([(-0.1 + x) / 2, (-0.45 + y) / 2 - 0.18])
-        pen.shape([(-0.1, -0.42), middle - (0.0, 0.1), (x, y), middle + (0.0, 0.1)], leaf)
-        pen.line([(-0.1, -0.42), middle, (x, y)], thickness=0.6)
+        a, b = (-0.1 + x) / 2, (-0.45 + y) / 2 - 0.18
+        pen.shape([(-0.1, -0.42), (a, b - 0.1), (x, y), (a, b + 0.1)], leaf)
+        pen.line([(-0.1, -0.42), (a, b), (x, y)], thickness=0.6)
     for x in (-0.16, 0.0):
         pen.oval(x, -0.35, 0.09, 0.09, bark)
 

@@ -73,11 +73,12 @@ class Method(nn.Module, ABC):
         self.backbone, self.task, self.options = backbone, task, options
         self.notes: list[str] = []
         self.frozen_classes = frozen_classes(backbone, task.words, task.templates)
-        self.monitor: dict[str, Tensor | float] = {}
+        self.monitor: dict[str, Tensor] = {}  # shown beside the losses
+        self.log_prior: Tensor | None = None  # set by training where the loss is logit-adjusted
 
     @abstractmethod
-    def training_step(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Named, weighted losses; their sum is minimised."""
+    def training_step(self, batch: Batch) -> dict[str, Tensor]:
+        """Named, weighted losses; their sum is minimised. No host sync: a step may be a CUDA graph."""
 
     @abstractmethod
     def class_features(self, words: Sequence[str]) -> Tensor:
@@ -87,8 +88,16 @@ class Method(nn.Module, ABC):
     def image_features(self, images: Tensor) -> Tensor:
         """Features [B, E] of normalised images."""
 
-    def forward(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        return self.training_step(batch, progress)
+    def advance(self, progress: Progress) -> None:
+        """Told before each step how far training is; what changes with it belongs here."""
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether every step runs the same kernels, so that a CUDA graph can stand for them."""
+        return True
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return self.training_step(batch)
 
     @torch.no_grad()
     def class_weights(self, words: Sequence[str]) -> Tensor:
@@ -135,15 +144,26 @@ class PromptMethod(Method):
     def vision_weights(self) -> LayerWeights | None:
         return None
 
-    def extra_losses(self, branches: Branches, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+    def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         return {}
+
+    def advance(self, progress: Progress) -> None:
+        if self.regulariser is not None:
+            self.regulariser.advance(progress)
+
+    @property
+    def fixed_shapes(self) -> bool:
+        if not hasattr(self, "_sentences"):
+            self._sentences = self.sentences(self.task.words)
+        at_once = self.backbone.fits_at_once(self._sentences)
+        return at_once and (self.regulariser is None or self.regulariser.fixed_shapes)
 
     def wrap(self, regulariser: Regulariser) -> None:
         """Let tokens drop: "+ DroPLe"."""
         self.regulariser = regulariser
         self.notes += regulariser.notes
 
-    def training_step(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch) -> dict[str, Tensor]:
         if not hasattr(self, "_sentences"):
             self._sentences = self.sentences(self.task.words)
         vision = text = None
@@ -160,11 +180,11 @@ class PromptMethod(Method):
             logits=self.similarity(images, classes),
             frozen_logits=self.similarity(batch.frozen, self.frozen_classes),
         )
-        losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels)}
-        losses |= self.extra_losses(branches, batch, progress)
+        losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels, self.log_prior)}
+        losses |= self.extra_losses(branches, batch)
         if self.regulariser is not None and vision is not None and text is not None:
-            losses |= self.regulariser.losses(branches, vision, text, progress)
-            self.monitor = self.regulariser.monitor(vision, text, progress)
+            losses |= self.regulariser.losses(branches, vision, text)
+            self.monitor = self.regulariser.monitor(vision, text)
         self.monitor["accuracy"] = (branches.logits.detach().argmax(1) == batch.labels).float().mean()
         return losses
 

@@ -13,7 +13,7 @@ from drople.losses import l2_consistency
 from drople.methods.base import Batch, register
 from drople.methods.drople import DeepPromptOptions, DeepPrompts
 from drople.options import option
-from drople.regulariser import Branches, Progress
+from drople.regulariser import Branches
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Baseline(DeepPrompts):
     Options = BaselineOptions
     options: BaselineOptions
 
-    def extra_losses(self, branches: Branches, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+    def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         if not self.options.consistency:
             return {}
         pull = l2_consistency(branches.classes, branches.frozen_classes)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from drople.methods.base import Batch, Method, frozen_classes, register
-from drople.regulariser import Progress
 
 
 @register
@@ -19,7 +18,7 @@ class ZeroShot(Method):
     kind = "zero-shot"
     citation = "Radford et al., ICML 2021"
 
-    def training_step(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch) -> dict[str, Tensor]:
         return {}
 
     def class_features(self, words: Sequence[str]) -> Tensor:

@@ -1,0 +1,97 @@
+"""Learnable prompts: where they start, how many there are, and what is refused."""
+
+import pytest
+import torch
+from tiny import tiny_backbone
+
+from drople.backbone import Backbone
+from drople.errors import DropleError
+from drople.methods.base import Task
+from drople.methods.drople import DeepPromptOptions, DroPLe
+from drople.prompts import PROMPT_STD, TextPrompts, VisualPrompts, capped
+
+
+def words_of(backbone: Backbone, text: str) -> torch.Tensor:
+    """Rows of the token table, by hand."""
+    table = backbone.model.text_model.embeddings.token_embedding.weight
+    ids = backbone.tokenizer.words(text)
+    return torch.stack([table[i] for i in ids])
+
+
+@pytest.mark.parametrize(("length", "from_words"), [(4, 4), (2, 2), (6, 4), (0, 0)])
+def test_context_starts_from_words(length: int, from_words: int) -> None:
+    backbone = tiny_backbone()
+    words = words_of(backbone, "a photo of a")
+    assert len(words) == 4
+    torch.manual_seed(0)
+    prompts = TextPrompts(backbone, depth=3, length=length, supplementary=5, init="a photo of a")()
+    assert prompts.shape == (3, length + 5, backbone.text_width)
+    assert torch.equal(prompts[0, :from_words], words[:from_words])
+    drawn = torch.cat([prompts[0, from_words:].flatten(), prompts[1:].flatten()]).detach()
+    assert float(drawn.std()) == pytest.approx(PROMPT_STD, rel=0.2)
+    assert drawn.unique().numel() == drawn.numel()
+    assert prompts.requires_grad and prompts.dtype == torch.float32
+
+
+def test_the_token_table_is_not_what_is_trained() -> None:
+    backbone = tiny_backbone()
+    before = words_of(backbone, "a photo of a").clone()
+    prompts = TextPrompts(backbone, depth=1, length=4, supplementary=0, init="a photo of a")
+    with torch.no_grad():
+        prompts.prompts.add_(1)
+    assert torch.equal(words_of(backbone, "a photo of a"), before)
+
+
+def test_prompts_without_words_are_drawn() -> None:
+    torch.manual_seed(0)
+    prompts = TextPrompts(tiny_backbone(), depth=1, length=16, supplementary=0, init="")()
+    assert prompts.shape == (1, 16, 24)
+    assert float(prompts.detach().std()) == pytest.approx(PROMPT_STD, rel=0.2)
+
+
+def test_visual_prompts() -> None:
+    backbone = tiny_backbone()
+    torch.manual_seed(0)
+    module = VisualPrompts(backbone, depth=4, length=3)
+    assert module().shape == (4, 3, backbone.vision_width) != (4, 3, backbone.text_width)
+    assert float(module().detach().std()) == pytest.approx(PROMPT_STD, rel=0.2)
+    assert [name for name, _ in module.named_parameters()] == ["prompts"]
+
+
+@pytest.mark.parametrize(("depth", "length", "supplementary"), [(0, 4, 0), (1, 0, 0), (-1, 4, 4)])
+def test_text_prompts_that_cannot_be(depth: int, length: int, supplementary: int) -> None:
+    with pytest.raises(DropleError, match="depth of at least 1"):
+        TextPrompts(tiny_backbone(), depth=depth, length=length, supplementary=supplementary, init="a")
+
+
+@pytest.mark.parametrize(("depth", "length"), [(0, 4), (1, 0)])
+def test_visual_prompts_that_cannot_be(depth: int, length: int) -> None:
+    with pytest.raises(DropleError, match="at least 1"):
+        VisualPrompts(tiny_backbone(), depth=depth, length=length)
+
+
+def test_depth_is_capped_and_said() -> None:
+    assert capped(3, 3, "text prompts") == (3, None)
+    assert capped(2, 3, "text prompts") == (2, None)
+    depth, note = capped(9, 3, "text prompts")
+    assert depth == 3 and note is not None
+    assert "text prompts" in note and "9" in note and "3" in note
+
+
+def test_a_shallow_backbone_gets_as_many_layers_as_it_has() -> None:
+    backbone = tiny_backbone(text_layers=2, vision_layers=3)
+    method = DroPLe(backbone, Task(("cat", "dog"), ("a photo of a {}.",)), DeepPromptOptions())
+    assert method.text_states().shape == (2, 4 + 16, backbone.text_width)
+    assert method.visual_prompts is not None
+    assert method.visual_prompts().shape == (3, 4, backbone.vision_width)
+    assert len(method.notes) == 2 and "9" in method.notes[0] and "6" in method.notes[1]
+    assert method.class_features(("cat", "dog", "horse")).shape == (3, backbone.embed_dim)
+    assert method.trainable == 2 * 20 * backbone.text_width + 3 * 4 * backbone.vision_width
+
+
+def test_a_name_that_does_not_fit_beside_the_prompts() -> None:
+    backbone = tiny_backbone(positions=24)
+    method = DroPLe(backbone, Task(("cat",), ("{}",)), DeepPromptOptions())
+    with pytest.raises(DropleError, match=r"cat cat cat.*20 prompt tokens.*24 positions"):
+        method.class_features(("dog", "cat cat cat"))
+    assert method.class_features(("cat cat",)).shape == (1, backbone.embed_dim)
