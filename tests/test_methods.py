@@ -66,7 +66,8 @@ def train(method: Method, of: Batch, steps: int, lr: float = 1e-2) -> list[float
     losses = []
     for _ in range(steps):
         torch.manual_seed(11)
-        total = torch.stack(list(method.training_step(of, Progress(1, 10, 0, 1)).values())).sum()
+        method.advance(Progress(1, 10, 0, 1))
+        total = torch.stack(list(method.training_step(of).values())).sum()
         optimizer.zero_grad()
         total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -246,7 +247,8 @@ def one_epoch(towers: Backbone, options: dict[str, Any]) -> tuple[list[dict[str,
     rows = []
     for step in range(6):
         torch.manual_seed(step)
-        losses = method.training_step(batch(towers), Progress(step, 6, step // 3, 2))
+        method.advance(Progress(step, 6, step // 3, 2))
+        losses = method.training_step(batch(towers))
         optimizer.zero_grad()
         torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

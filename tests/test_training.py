@@ -353,7 +353,8 @@ def test_one_step_is_one_step_of_the_optimiser_written_plainly() -> None:
         batch = Batch(
             normalise(pixels, backbone.pixels), by_hand.data.labels[indices], by_hand.data.frozen[indices]
         )
-        losses = by_hand.method.training_step(batch, Progress(step, 5, 0, 1))
+        by_hand.method.advance(Progress(step, 5, 0, 1))
+        losses = by_hand.method.training_step(batch)
         (gradient,) = torch.autograd.grad(sum(losses.values()), [parameter])  # type: ignore[arg-type]
         gradient = gradient * min(1.0, 0.05 / (float(gradient.norm()) + 1e-6))
         buffer = 0.9 * buffer + gradient + 0.01 * parameter.detach()

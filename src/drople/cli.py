@@ -1,5 +1,6 @@
 """The command line: one function a command, no logic. Heavy imports wait until a command runs."""
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,6 +205,9 @@ def print_json(content: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what the user can mend is one paragraph on standard error and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file name need not fit the encoding of the terminal, nor any.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(arguments, exit_on_error=False)
     except DropleError as error:

@@ -139,13 +139,11 @@ class TokenDropout:
             self._keep(layer, tokens)
         if layer not in self.drawing:
             return tokens
-        chosen = tokens.chosen
-        if chosen is None:
-            probability, chosen = self._draw(layer, tokens)
-        else:
-            probability = torch.zeros_like(chosen, dtype=torch.float32)
+        chosen, probability = tokens.chosen, tokens.probability
+        if chosen is None or probability is None:
+            chosen, probability = self._draw(layer, tokens)
         if self.rule.draw == "shared":
-            tokens = replace(tokens, chosen=chosen)
+            tokens = replace(tokens, chosen=chosen, probability=probability)
         return OPERATIONS[self.rule.operation](tokens, chosen, probability, self.rule)
 
     @torch.no_grad()
@@ -163,7 +161,7 @@ class TokenDropout:
         self.counts.append((chosen.sum(), tokens.target.sum()))
         if self.record:
             self.seen.append(Seen(layer, scores, weight, probability, chosen))
-        return probability, chosen
+        return chosen, probability
 
     def _score(self, name: Score, tokens: Tokens) -> Tensor:
         if name == "cross":

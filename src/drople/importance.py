@@ -5,7 +5,7 @@ passes no gradient, so nothing here but the alignment loss keeps a graph.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -47,24 +47,23 @@ class Bridge(nn.Module):
     """Bridge tokens E [xi, d] and one projection a modality into their shared space.
 
     The projection is never applied to every token: `E (W x + b) = (E W) x + E b`, so xi bridge tokens
-    are carried into the tower's width instead, and pooled features are projected after pooling.
+    are carried into the tower's width instead (E b is the same for every token: softmax cancels it), and
+    pooled features are projected after pooling.
     """
 
     def __init__(self, vision_width: int, text_width: int, *, tokens: int, dim: int, scaled: bool) -> None:
         super().__init__()
         self.tokens = nn.Parameter(torch.empty(tokens, dim))
         nn.init.kaiming_uniform_(self.tokens, a=math.sqrt(5))
-        self.project = nn.ModuleDict(
+        self.project: Mapping[str, nn.Linear] = nn.ModuleDict(  # type: ignore[assignment]
             {"vision": nn.Linear(vision_width, dim), "text": nn.Linear(text_width, dim)}
         )
         self.scale = dim**-0.5 if scaled else 1.0
 
     def attention(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:
         """`A_cross` [N, xi, L]: softmax over tokens of E X' / sqrt(d); padding gets nothing."""
-        project = self.project[modality]
-        bridge = self.scale * self.tokens @ project.weight
-        offset = self.scale * self.tokens @ project.bias
-        logits = (bridge.to(states.dtype) @ states.transpose(-2, -1)).float() + offset[:, None]
+        bridge = self.scale * self.tokens @ self.project[modality].weight
+        logits = (bridge.to(states.dtype) @ states.transpose(-2, -1)).float()
         return logits.masked_fill(~real[:, None], -torch.inf).softmax(-1)
 
     def pool(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the table "paper against released code" is an option here or of the prompts; hel
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class DropleOptions:
         True, "the alignment loss trains only the bridge (released false: prompts too)"
     )
     lambda0: float = option(0.1, "lambda_0 of the schedule (paper, released 0.1)", low=0, high=1)
-    lambda_by: str = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
+    lambda_by: Literal["iteration", "epoch"] = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
     residual_on: ResidualOn = option(
         "embeddings", "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)"
     )

@@ -162,7 +162,7 @@ class Backbone:
 
     def word_embeddings(self, text: str) -> Tensor:
         """The token embeddings of some words, without positions: where prompts start from."""
-        ids = torch.tensor(self.tokenizer.words(text), device=self.device)
+        ids = torch.tensor(self.tokenizer.words(text), dtype=torch.long, device=self.device)
         return self.model.text_model.embeddings.token_embedding(ids).float().clone()
 
     def encode_text(

@@ -23,6 +23,7 @@ class Tokens:
     slots: Tensor | None = None  # [N, L, M] one-hot: which prompt of a layer enters where
     hidden: Tensor | None = None  # as keys, hidden from the others in the next layer
     chosen: Tensor | None = None  # drawn at an earlier layer, where layers share one draw
+    probability: Tensor | None = None  # with which they were drawn
 
     @property
     def content(self) -> Tensor:
@@ -65,7 +66,8 @@ class Tokens:
             if self.slots is None
             else self.slots.gather(1, order[..., None].expand(-1, -1, self.slots.shape[-1])),
             hidden=None if self.hidden is None else pick(self.hidden),
-            chosen=None if self.chosen is None else pick(self.chosen),
+            chosen=None if self.chosen is None else pick(self.chosen) & still_there,
+            probability=None if self.probability is None else pick(self.probability),
         )
 
     def visible(self, causal: bool) -> Tensor | None:

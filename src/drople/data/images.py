@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -166,9 +167,15 @@ def decode_batches(
 
 def normalise(images: torch.Tensor, pixels: Pixels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Pixels in 0..255, [B, 3, S, S] on any device, to what the checkpoint was trained on."""
-    mean = torch.tensor(pixels.mean, device=images.device).view(3, 1, 1) * 255
-    std = torch.tensor(pixels.std, device=images.device).view(3, 1, 1) * 255
+    mean, std = _statistics(pixels, images.device)
     return ((images.float() - mean) / std).to(dtype)
+
+
+@lru_cache
+def _statistics(pixels: Pixels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept on the device: copying them there at every step would make the host wait."""
+    mean = torch.tensor(pixels.mean, device=device).view(3, 1, 1) * 255
+    return mean, torch.tensor(pixels.std, device=device).view(3, 1, 1) * 255
 
 
 def _collect(
