@@ -342,6 +342,7 @@ def test_a_config_with_a_foreign_value_is_refused_or_harmless(field: str, value:
         learner = PromptLearner.load(run)
         learner.predict([picture("red", 1)])
         learner.evaluate(data, "val")
+        learner.evaluate([(picture("red", 1), "red"), (picture("blue", 1), "blue")])
     except DropleError as error:
         assert str(error)
 

@@ -29,7 +29,8 @@ from drople.learner import ROOM
 from drople.methods import Method, Task, make
 from drople.metrics import harmonic_mean
 from drople.options import build, names
-from drople.training import Training, TrainingData, TrainingOptions
+from drople.methods.base import TrainingData
+from drople.training import Training, TrainingOptions
 
 TEMPLATES = {
     "oxford_pets": "a photo of a {}, a type of pet.",

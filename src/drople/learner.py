@@ -30,7 +30,7 @@ from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
 from drople.regulariser import DropleOptions
 from drople.templates import DEFAULT, read_template
-from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingData, TrainingOptions
+from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingOptions
 
 CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
 # Training images are kept a little larger than the backbone sees them, so that crops have room.
@@ -47,6 +47,7 @@ CONFIG_FIELDS: dict[str, type] = {
     "words": list,
     "seed": int,
     "samples": list,
+    "precision": str,
 }
 
 
@@ -148,6 +149,8 @@ class PromptLearner:
 
                 training.run(on_status, resume)
         self.method_.eval()
+        if images.val:
+            self.method_.select(lambda: self._batches(images.val))
         self.metrics_ = self._validate(images.val)
         if folder is not None and training.accelerator.is_main_process:
             self.save(folder)
@@ -263,6 +266,15 @@ class PromptLearner:
                 for features, *_ in self._encode([sources[i] for i in good], [_frozen], update)
             ]
         return TrainingData(images.to(device), labels.to(device), torch.cat([f[0] for f in frozen]))
+
+    def _batches(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised images and their labels, a batch at a time."""
+        device, pixels = self.backbone_.device, self.backbone_.pixels
+        sources = [e.image for e in examples]
+        for batch, indices, _ in decode_batches(sources, pixels.size, pixels.resample, ENCODE_BATCH):
+            if indices:
+                labels = torch.tensor([examples[i].label for i in indices], device=device)
+                yield normalise(batch.to(device), pixels, self.backbone_.dtype), labels
 
     def _validate(self, val: Sequence[Example]) -> dict[str, Any]:
         """Calibrate on validation images; their accuracy is written down, and chooses nothing."""
@@ -440,7 +452,7 @@ class PromptLearner:
         if not (folder / LOG).exists():
             write_bytes(folder / LOG, "".join(f"{json.dumps(row)}\n" for row in self.history_).encode())
         metadata = {"drople": __version__, "method": str(self.config_["method"])}
-        write_tensors(folder / PROMPTS, dict(self.method_.named_parameters()), metadata)
+        write_tensors(folder / PROMPTS, self.method_.state_dict(), metadata)
         write_json(folder / METRICS, self.metrics_)
 
     @classmethod
@@ -453,9 +465,9 @@ class PromptLearner:
             raise DropleError(f"there is no run folder {folder}: give the --out of a drople fit.")
         config = read_json(folder / CONFIG)
         missing = [n for n, kind in CONFIG_FIELDS.items() if not isinstance(config.get(n), kind)]
-        if missing or not same_length_texts(config["classes"], config["words"]):
-            wrong = ", ".join(missing or ["classes that go with its words"])
-            raise DropleError(f"{folder / CONFIG} lacks {wrong}: it was not written by drople fit.")
+        if missing or not sound(config):
+            wrong = f"lacks {', '.join(missing)}" if missing else "has lists that do not go together"
+            raise DropleError(f"{folder / CONFIG} {wrong}: it was not written by drople fit.")
         if not (folder / METRICS).exists():
             raise DropleError(f"{folder} is not finished: go on with drople fit --resume.")
         learner = cls(
@@ -465,7 +477,7 @@ class PromptLearner:
             template=config["templates"][0] if len(config["templates"]) == 1 else "eleven",
             seed=config["seed"],
             device=device,
-            precision=config.get("precision", "auto"),
+            precision=config["precision"],
             progress=progress,
         )
         learner.options = {**config["options"], **config["training"]}
@@ -477,7 +489,7 @@ class PromptLearner:
         saved = read_json(folder / METRICS)
         tensors, _ = read_tensors(folder / PROMPTS)
         try:
-            self.method_.load_state_dict(tensors)
+            self.method_.load_learned(tensors)
         except RuntimeError as error:
             reason = " ".join(str(error).split()).split(": ", 1)[-1]
             raise DropleError(
@@ -536,8 +548,15 @@ def fingerprint(image: ImageSource) -> str:
     return hashlib.sha256(np.ascontiguousarray(np.asarray(image)).tobytes()).hexdigest()
 
 
-def same_length_texts(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(isinstance(text, str) for text in [*first, *second])
+def sound(config: Mapping[str, Any]) -> bool:
+    """Whether the lists of a config hold what they should."""
+    texts = [*config["classes"], *config["words"], *config["templates"]]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and len(config["classes"]) == len(config["words"])
+        and bool(config["templates"])
+        and all(isinstance(sample, list) and sample for sample in config["samples"])
+    )
 
 
 def file_name(image: ImageSource, root: Path | None) -> str | None:

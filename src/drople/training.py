@@ -23,6 +23,7 @@ from drople.data.augment import patch_randaugment, random_resized_crop_flip
 from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.methods import Batch, Method, Progress
+from drople.methods.base import TrainingData
 from drople.options import option
 from drople.records import read_tensors, write_bytes, write_tensors
 
@@ -51,15 +52,6 @@ class TrainingOptions:
     augmentation: Augmentation = option(
         "crop_flip", "crop_flip, patch_randaugment (released: that on top of it), or none"
     )
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """Decoded images, labels and frozen features, all on the device."""
-
-    images: Tensor  # uint8 [N, 3, R, R]
-    labels: Tensor  # [N]
-    frozen: Tensor  # [N, E]
 
 
 @dataclass(frozen=True)
@@ -121,6 +113,7 @@ class Training:
         if options.loss == "logit_adjusted":
             counts = torch.bincount(data.labels, minlength=len(method.task.words)).clamp_min(1)
             method.log_prior = (counts / counts.sum()).log()
+        method.prepare(data)
         groups = method.parameter_groups(options.lr)
         kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
         extra: dict[str, Any] = {} if options.optimizer == "adamw" else {"momentum": 0.9}
@@ -241,7 +234,7 @@ class Training:
     def _save(self) -> None:
         if self.folder is None or not self.accelerator.is_main_process:
             return
-        tensors = {f"method.{name}": p for name, p in self.method.named_parameters()}
+        tensors = {f"method.{name}": value for name, value in self.method.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         log_bytes = (self.folder / LOG).stat().st_size
@@ -258,7 +251,7 @@ class Training:
         tensors, metadata = read_tensors(path)
         try:
             own = {n.removeprefix("method."): t for n, t in tensors.items() if n.startswith("method.")}
-            self.method.load_state_dict(own)
+            self.method.load_learned(own)
             state: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
                 if name.startswith("optimizer."):

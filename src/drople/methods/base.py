@@ -6,7 +6,7 @@ it if asked.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +40,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class TrainingData:
+    """Decoded images, labels and frozen features, all on the device."""
+
+    images: Tensor  # uint8 [N, 3, R, R]
+    labels: Tensor  # [N]
+    frozen: Tensor  # [N, E]
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """For methods that have none."""
 
@@ -56,8 +65,8 @@ def frozen_classes(backbone: Backbone, words: Sequence[str], templates: Sequence
 class Method(nn.Module, ABC):
     """One way of adapting a frozen backbone.
 
-    Only parameters are learned state: the backbone is held, not owned, so a saved method is as small
-    as what it learned.
+    Parameters and persistent buffers are what is saved: the backbone is held, not owned, so a saved method
+    is as small as what it learned.
     """
 
     name: ClassVar[str]
@@ -75,6 +84,12 @@ class Method(nn.Module, ABC):
         self.frozen_classes = frozen_classes(backbone, task.words, task.templates)
         self.monitor: dict[str, Tensor] = {}  # shown beside the losses
         self.log_prior: Tensor | None = None  # set by training where the loss is logit-adjusted
+
+    def prepare(self, data: TrainingData) -> None:
+        """Shown the training images once, before the first step: caches and closed forms are made here."""
+
+    def select(self, images: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
+        """After training, validation batches (normalised images, labels) for what is searched, not learned."""
 
     @abstractmethod
     def training_step(self, batch: Batch) -> dict[str, Tensor]:
@@ -111,6 +126,10 @@ class Method(nn.Module, ABC):
     def similarity(self, images: Tensor, classes: Tensor) -> Tensor:
         """`sim(z_v, z_t) / tau`."""
         return self.backbone.logit_scale * F.normalize(images, dim=-1) @ F.normalize(classes, dim=-1).T
+
+    def load_learned(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what was saved (`state_dict`); a method whose shapes hang on the data makes room first."""
+        self.load_state_dict(dict(tensors))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """What the optimiser gets; a method may give some of its parameters another rate."""
@@ -216,6 +235,3 @@ def register(method: type[Method]) -> type[Method]:
     """Stand a method beside the others, under its name."""
     REGISTRY[method.name] = method
     return method
-
-
-Factory = Callable[[Backbone, Task], Method]
