@@ -73,7 +73,8 @@ def tiny_checkpoint() -> Path:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
-    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
     with resources.as_file(resources.files("drople") / "assets" / "pocket") as pocket:
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -91,7 +92,9 @@ def picture(colour: str, number: int) -> Image.Image:
     return Image.fromarray((np.array(COLOURS[colour]) + noise).clip(0, 255).astype(np.uint8))
 
 
-def pictures(folder: Path, colours: Sequence[str] = ("red", "green", "blue"), count: int = 6, first: int = 0) -> Path:
+def pictures(
+    folder: Path, colours: Sequence[str] = ("red", "green", "blue"), count: int = 6, first: int = 0
+) -> Path:
     """`count` pictures of each colour as `folder/COLOUR/N.png`."""
     for colour in colours:
         (folder / colour).mkdir(parents=True, exist_ok=True)
@@ -134,7 +137,9 @@ class Command:
         self._folder = Path(tempfile.mkdtemp(dir=_spool()))
         context = _server()
         texts = [str(a) for a in arguments]
-        self.process: BaseProcess = context.Process(target=_child, args=(texts, str(self._folder), environment or {}))
+        self.process: BaseProcess = context.Process(
+            target=_child, args=(texts, str(self._folder), environment or {})
+        )
         self.process.start()
 
     def wait(self, seconds: float = 120) -> Answer:
@@ -172,7 +177,8 @@ def _child(arguments: list[str], folder: str, environment: dict[str, str]) -> No
         target = os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(target, number)
     # The streams inherited from the server may hold another file's position and buffer.
-    sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8", errors="backslashreplace")
+    sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     torch.set_num_threads(1)
     from drople.cli import main
 

@@ -1,5 +1,8 @@
-"""Section 7 of the foundation: bad input through the commands. Bad images are skipped, counted and named unless
-`--strict`; everything else is one paragraph and exit code 2; nothing is half-written."""
+"""Section 7 of the foundation: bad input through the commands.
+
+Bad images are skipped, counted and named unless `--strict`; everything else is one paragraph and exit code 2;
+nothing is half-written.
+"""
 
 import io
 import json
@@ -17,7 +20,7 @@ from checkpoints import Answer, contents, drople, own_folder, picture, pictures,
 from PIL import Image
 
 from drople.errors import DropleError
-from drople.learner import PromptLearner
+from drople.learner import CONFIG_FIELDS, PromptLearner
 
 
 def fit(data: Path, out: Path, *extra: object) -> Answer:
@@ -88,9 +91,7 @@ def test_unicode_class_folders(tmp_path: Path) -> None:
     data = tmp_path / "φωτογραφίες"
     for colour, name in (("red", "κόκκινο"), ("blue", "蓝色 🟦"), ("green", "grün_hell")):
         pictures(tmp_path / "plain", (colour,), 3)
-        shutil.move(tmp_path / "plain" / colour, data / name) if data.exists() else shutil.copytree(
-            tmp_path / "plain" / colour, data / name
-        )
+        shutil.copytree(tmp_path / "plain" / colour, data / name)
     answer = fit(data, tmp_path / "run", "--json")
     assert answer.code == 0, answer.err
     assert set(answer.json["evaluation"]["per_class"]) == {"κόκκινο", "蓝色 🟦", "grün_hell"}
@@ -178,7 +179,8 @@ def test_bad_images_are_skipped_named_and_counted_in_training(data: Path, tmp_pa
     assert not any(name in line for name in GOOD for line in skipped)
     assert f"{len(BAD) + 1} images skipped in all" in answer.err
     assert "Traceback" not in answer.err and "Warning" not in answer.err
-    refused(fit(spoiled, tmp_path / "strict", "--shots", "all", "--strict"), "cannot use the image", "train/red")
+    strict = fit(spoiled, tmp_path / "strict", "--shots", "all", "--strict")
+    refused(strict, "cannot use the image", "train/red")
     assert not (tmp_path / "strict").exists()
 
 
@@ -217,6 +219,16 @@ def test_no_readable_image_at_all(tmp_path: Path) -> None:
         file.write_bytes(b"garbage")
     refused(fit(data, tmp_path / "run"), "none of the training images can be read")
     assert not (tmp_path / "run").exists()
+
+
+def test_no_readable_validation_or_test_image(tmp_path: Path) -> None:
+    data = splits(tmp_path / "photos", count=2)
+    for file in [*(data / "val").rglob("*.png"), *(data / "test").rglob("*.png")]:
+        file.write_bytes(b"garbage")
+    refused(fit(data, tmp_path / "run"), "none of the 6 images of test can be read")
+    # Training is over by then, and its run is kept.
+    assert PromptLearner.load(tmp_path / "run").temperature_ == 1.0
+    refused(drople("evaluate", tmp_path / "run", data, "--split", "val"), "none of the 6 images of val")
 
 
 def test_an_unreadable_file_is_skipped(data: Path, tmp_path: Path) -> None:
@@ -331,10 +343,10 @@ def test_a_run_with_the_file_of_another(run: Path, data: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", [None, 7, "text", [], {}, [1, 2], {"a": 1}, -1, True])
-@pytest.mark.parametrize(
-    "field", ["backbone", "method", "options", "training", "templates", "classes", "words", "seed", "samples", "precision"]
-)
-def test_a_config_with_a_foreign_value_is_refused_or_harmless(field: str, value: Any, run: Path, data: Path) -> None:
+@pytest.mark.parametrize("field", CONFIG_FIELDS)
+def test_a_config_with_a_foreign_value_is_refused_or_harmless(
+    field: str, value: Any, run: Path, data: Path
+) -> None:
     config = json.loads((run / "config.json").read_text("utf-8"))
     config[field] = value
     (run / "config.json").write_text(json.dumps(config), "utf-8")
@@ -347,10 +359,10 @@ def test_a_config_with_a_foreign_value_is_refused_or_harmless(field: str, value:
         assert str(error)
 
 
-@pytest.mark.parametrize("metrics", [{}, {"temperature": None}, {"temperature": "1"}, {"temperature": 0}, {"temperature": -1}, {"temperature": 1e999}])
-def test_metrics_without_a_temperature(metrics: dict[str, Any], run: Path) -> None:
-    (run / "metrics.json").write_text(json.dumps(metrics), "utf-8")
-    with pytest.raises(DropleError, match="metrics.json"):
+@pytest.mark.parametrize("temperature", [None, "1", 0, -1, float("inf"), float("nan")])
+def test_metrics_without_a_temperature(temperature: Any, run: Path) -> None:
+    (run / "metrics.json").write_text(json.dumps({"temperature": temperature}), "utf-8")
+    with pytest.raises(DropleError, match=r"metrics\.json"):
         PromptLearner.load(run)
 
 

@@ -13,12 +13,14 @@ from checkpoints import Answer, drople, own_folder, picture, pictures, splits, t
 
 from drople.methods import REGISTRY
 
+TINY = ("--backbone", tiny_checkpoint())
 MAIN = "from drople.cli import main; main()"
 
 
 def python(*arguments: object, **extra: Any) -> subprocess.CompletedProcess[str]:
     texts = [sys.executable, *map(str, arguments)]
-    return subprocess.run(texts, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False, **extra)
+    how: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "timeout": 120, "check": False}
+    return subprocess.run(texts, **how, **extra)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,8 @@ def data() -> Path:
 @pytest.fixture(scope="module")
 def run(data: Path) -> Path:
     out = own_folder() / "run"
-    answer = drople("fit", data, "--out", out, "--backbone", tiny_checkpoint(), "--epochs", 25, "--set", "lr=0.02", "--set", "batch_size=6")
+    settings = ("--epochs", 25, "--set", "lr=0.02", "--set", "batch_size=6")
+    answer = drople("fit", data, "--out", out, *TINY, *settings)
     assert answer.code == 0, answer.err
     return out
 
@@ -71,7 +74,7 @@ def test_every_command_explains_itself(command: str) -> None:
     answer = drople(command, "--help")
     assert answer.code == 0 and answer.err == ""
     flags = {
-        "fit": ("--out", "--method", "--backbone", "--shots", "--seed", "--epochs", "--resume", "--classnames", "--template"),
+        "fit": ("--out", "--method", "--backbone", "--shots", "--seed", "--epochs", "--resume", "--template"),
         "predict": ("--classes", "--json"),
         "evaluate": ("--split", "--json"),
         "methods": ("--json",),
@@ -92,7 +95,7 @@ def test_version() -> None:
 def test_a_fresh_process_keeps_standard_output_for_json(data: Path, tmp_path: Path) -> None:
     """Not forked from the server of the other tests: everything imported anew, in a plain locale."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"}
-    arguments = ("fit", data, "--out", tmp_path / "run", "--backbone", tiny_checkpoint(), "--epochs", 1, "--json")
+    arguments = ("fit", data, "--out", tmp_path / "run", *TINY, "--epochs", 1, "--json")
     answer = python("-c", MAIN, *arguments, env=environment)
     assert answer.returncode == 0, answer.stderr
     content = json.loads(answer.stdout)
@@ -115,7 +118,7 @@ def test_fit_shows_zero_shot_beside_the_trained_accuracy(data: Path, tmp_path: P
 
 
 def test_fit_as_json(data: Path, tmp_path: Path) -> None:
-    answer = drople("fit", data, "--out", tmp_path / "run", "--backbone", tiny_checkpoint(), "--epochs", 1, "--json")
+    answer = drople("fit", data, "--out", tmp_path / "run", *TINY, "--epochs", 1, "--json")
     content = answer.json
     assert content["run"] == str(tmp_path / "run") and content["trainable_parameters"] > 0
     assert {"accuracy", "zero_shot_accuracy", "ece", "per_class", "confusion"} <= set(content["evaluation"])
@@ -125,14 +128,28 @@ def test_fit_as_json(data: Path, tmp_path: Path) -> None:
 
 def test_fit_takes_its_flags(data: Path, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('{"red": "scarlet thing"}', "utf-8")
-    flags = ("--shots", 2, "--seed", 5, "--epochs", 1, "--template", "one {}", "--classnames", tmp_path / "names.json")
-    settings = ("--set", "p-max=0.4", "--set", "batch_size=3", "--set", "scores=class,self", "--preset", "paper")
-    common = ("--backbone", tiny_checkpoint(), "--precision", "bf16", "--device", "cpu")
+    words = ("--template", "one {}", "--classnames", tmp_path / "names.json")
+    flags = ("--shots", 2, "--seed", 5, "--epochs", 1, *words)
+    settings = (
+        "--set",
+        "p-max=0.4",
+        "--set",
+        "batch_size=3",
+        "--set",
+        "scores=class,self",
+        "--preset",
+        "paper",
+    )
+    common = (*TINY, "--precision", "bf16", "--device", "cpu")
     answer = drople("fit", data, "--out", tmp_path / "run", *flags, *settings, *common)
     assert answer.code == 0, answer.err
     config = json.loads((tmp_path / "run/config.json").read_text("utf-8"))
     assert config["shots"] == 2 and config["seed"] == 5 and config["templates"] == ["one {}"]
-    assert config["words"] == ["blue", "green", "scarlet thing"] and config["classes"] == ["blue", "green", "red"]
+    assert config["words"] == ["blue", "green", "scarlet thing"] and config["classes"] == [
+        "blue",
+        "green",
+        "red",
+    ]
     assert config["options"] == {"p_max": 0.4, "scores": ["class", "self"]}
     assert config["training"]["batch_size"] == 3 and config["training"]["epochs"] == 1
     assert config["precision"] == "bf16" and len(config["samples"]) == 6
@@ -160,8 +177,8 @@ def test_predict_as_json(run: Path, data: Path) -> None:
     assert [row["path"] for row in rows] == [str(f) for f in files]
     for row in rows:
         assert set(row) == {"path", "class", "probability", "top"}
-        assert len(row["top"]) == 3 and sum(t["probability"] for t in row["top"]) == pytest.approx(1, abs=1e-4)
         probabilities = [t["probability"] for t in row["top"]]
+        assert len(probabilities) == 3 and sum(probabilities) == pytest.approx(1, abs=1e-4)
         assert probabilities == sorted(probabilities, reverse=True)
         assert row["top"][0] == {"class": row["class"], "probability": row["probability"]}
     right = sum(Path(row["path"]).parent.name == row["class"] for row in rows)
@@ -285,10 +302,19 @@ def test_a_wrong_flag_is_one_paragraph_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("fit",), ("fit", "data"), ("fit", "data", "--out"), ("predict",), ("predict", "run"), ("evaluate", "run"), ("nonsense",),
-     ("fit", "data", "--out", "x", "--shots", "many"), ("fit", "data", "--out", "x", "--precision", "float8"),
-     ("predict", "run", "image", "--colour")],
-)  # fmt: skip
+    [
+        ("fit",),
+        ("fit", "data"),
+        ("fit", "data", "--out"),
+        ("fit", "data", "--out", "x", "--shots", "many"),
+        ("fit", "data", "--out", "x", "--precision", "float8"),
+        ("predict",),
+        ("predict", "run"),
+        ("predict", "run", "image", "--colour"),
+        ("evaluate", "run"),
+        ("nonsense",),
+    ],
+)
 def test_a_command_that_cannot_be_read_exits_with_2(arguments: tuple[str, ...]) -> None:
     answer = drople(*arguments)
     assert answer.code == 2 and answer.out == "" and answer.err.strip()

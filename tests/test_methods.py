@@ -1,4 +1,4 @@
-"""Every registered method, plain and wrapped by DroPLe, and every option of DroPLe: they train, save, load."""
+"""Every registered method, plain and wrapped by DroPLe, and every option: they train, save and load."""
 
 import dataclasses
 import math
@@ -79,7 +79,7 @@ def test_the_registry_has_what_the_issue_names() -> None:
     assert {"drople", "coop", "baseline", "zero-shot"} <= set(REGISTRY)
     for name, kind in REGISTRY.items():
         assert kind.name == name and kind.title and kind.kind and kind.citation
-        assert all(f.metadata.get("help") for f in dataclasses.fields(kind.Options)), f"{name} has an option without help"
+        assert all(f.metadata.get("help") for f in dataclasses.fields(kind.Options)), f"{name} lacks help"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
@@ -154,10 +154,18 @@ def test_only_prompt_learners_are_wrapped() -> None:
                 find(f"{name}+drople")
 
 
-@pytest.mark.parametrize("wrong", ["dropel", "DROPLE", "coop+dropple", "zeroshot", "koop"])
-def test_an_unknown_method_suggests_the_nearest(wrong: str) -> None:
-    right = {"dropel": "drople", "DROPLE": "drople", "coop+dropple": "coop+drople", "zeroshot": "zero-shot", "koop": "coop"}
-    with pytest.raises(DropleError, match=re.escape(right[wrong])):
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("dropel", "drople"),
+        ("DROPLE", "drople"),
+        ("coop+dropple", "coop+drople"),
+        ("zeroshot", "zero-shot"),
+        ("koop", "coop"),
+    ],
+)
+def test_an_unknown_method_suggests_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(DropleError, match=re.escape(right)):
         find(wrong)
 
 
@@ -179,7 +187,8 @@ def test_presets_train_to_a_run_that_loads(preset: str, data: Path, tmp_path: Pa
 
 
 def test_what_is_given_overrides_a_preset(data: Path) -> None:
-    one = PromptLearner(tiny_checkpoint(), preset="released", epochs=1, supplementary=3, template="a {}", alignment=2).fit(data)
+    given: dict[str, Any] = {"epochs": 1, "supplementary": 3, "template": "a {}", "alignment": 2}
+    one = PromptLearner(tiny_checkpoint(), preset="released", **given).fit(data)
     assert one.method_.options.supplementary == 3 and one.config_["templates"] == ["a {}"]  # type: ignore[attr-defined]
     assert one.config_["options"]["alignment"] == 2.0 and one.config_["options"]["l1_text"] == 25.0
 
@@ -230,7 +239,7 @@ WITH: dict[str, dict[str, Any]] = {
     "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},
 }
-CASES = [(f.name, v) for k in (DeepPromptOptions, DropleOptions) for f in dataclasses.fields(k) for v in OTHER.get(f.name, ())]
+CASES = [(name, value) for name, values in OTHER.items() for value in values]
 
 
 def test_every_option_is_exercised() -> None:
@@ -239,7 +248,9 @@ def test_every_option_is_exercised() -> None:
     assert all(v != fields[name] for name, values in OTHER.items() for v in values)
 
 
-def one_epoch(towers: Backbone, options: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def one_epoch(
+    towers: Backbone, options: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Six steps with draws of their own, the prompts' share in them, and what was learned."""
     torch.manual_seed(0)
     method = make("drople", towers, TASK, options)
@@ -252,7 +263,8 @@ def one_epoch(towers: Backbone, options: dict[str, Any]) -> tuple[list[dict[str,
         optimizer.zero_grad()
         torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        rows.append({n: float(v) for n, v in ({n: l.detach() for n, l in losses.items()} | method.monitor).items()})
+        shown = {name: loss.detach() for name, loss in losses.items()} | method.monitor
+        rows.append({name: float(value) for name, value in shown.items()})
     return rows, {n: p.detach().clone() for n, p in method.named_parameters()}
 
 
@@ -311,7 +323,9 @@ def test_a_training_option_makes_a_difference(name: str, data: Path) -> None:
         ({"supplementary": 100}, "77 positions"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+def test_options_that_cannot_be_are_refused(
+    options: dict[str, Any], said: str, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DropleError, match=said):
         PromptLearner(tiny_checkpoint(), epochs=1, **options).fit(data, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -95,9 +95,9 @@ def test_names_that_are_no_utf8_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"a"', b"\xff\xfe", b"null", b'{"a": 1'])
 def test_a_file_that_is_no_json_object_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(DropleError, match="config.json"):
+    with pytest.raises(DropleError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
-    with pytest.raises(DropleError, match="no other.json"):
+    with pytest.raises(DropleError, match=r"no other\.json"):
         read_json(tmp_path / "other.json")
 
 

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from checkpoints import RUN_FILES, Command, contents, drople, picture, pictures,
 from safetensors.torch import load_file
 
 from drople.backbone import Backbone
+from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.learner import PromptLearner
-from drople.methods import Task, make
+from drople.methods import Batch, Progress, Task, make
 from drople.records import read_tensors
 from drople.training import CHECKPOINT, Training, TrainingData, TrainingOptions, augment, epoch_order, rate
 
@@ -54,7 +56,9 @@ def training_data(backbone: Backbone, count: int = 6) -> TrainingData:
     return TrainingData(pixels, labels, torch.randn(3 * count, backbone.embed_dim, generator=generator))
 
 
-def new_training(name: str = "drople", folder: Path | None = None, *, seed: int = 1, **options: Any) -> Training:
+def new_training(
+    name: str = "drople", folder: Path | None = None, *, seed: int = 1, **options: Any
+) -> Training:
     backbone = Backbone.load(tiny_checkpoint())
     torch.manual_seed(0)
     own = {n: options.pop(n) for n in list(options) if n not in TrainingOptions.__dataclass_fields__}
@@ -114,7 +118,7 @@ def test_killed_many_times_gives_the_bytes_of_an_undisturbed_run(
             kills += 1
         answer = command.wait()
         assert answer.code in (0, -signal.SIGKILL, 130), answer.err
-        with pytest.raises(DropleError) if not (out / "metrics.json").exists() else _nothing():
+        with pytest.raises(DropleError) if not (out / "metrics.json").exists() else nullcontext():
             PromptLearner.load(out)
     assert kills >= 4, "the run was too short to be killed"
     answer = drople(*arguments)
@@ -122,11 +126,6 @@ def test_killed_many_times_gives_the_bytes_of_an_undisturbed_run(
     assert contents(out) == contents(undisturbed)
     visible = {p.name for p in out.iterdir() if not p.name.startswith(".")}
     assert visible == set(RUN_FILES), "the checkpoint goes once the run is whole"
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_same_seed_same_bytes_other_seed_other_bytes(data: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -229,7 +228,6 @@ def test_every_checkpoint_leads_to_the_same_end(optimizer: str, tmp_path: Path) 
     resumed.run(resume=True)
     assert_equal(parameters(resumed), parameters(whole))
     assert (tmp_path / "cut/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
-
 
 
 # Losses that are not finite ------------------------------------------------------------------------
@@ -344,9 +342,6 @@ def test_one_step_is_one_step_of_the_optimiser_written_plainly() -> None:
     (parameter,) = by_hand.method.parameters()
     buffer = torch.zeros_like(parameter)
     order = epoch_order(18, 1, 0)
-    from drople.data.images import normalise
-    from drople.methods import Batch, Progress
-
     backbone = by_hand.method.backbone
     for step, indices in enumerate(order.split(4)):
         pixels = augment(by_hand.data.images[indices], backbone.pixels.size, 8, "none")
@@ -389,7 +384,7 @@ def test_augmented_pixels_have_the_size_and_range_the_backbone_wants(kind: Any) 
     torch.manual_seed(0)
     pixels = augment(images.permute(0, 3, 1, 2), 32, 8, kind)
     assert pixels.shape == (3, 3, 32, 32) and pixels.dtype == torch.float32
-    assert -1 <= float(pixels.min()) and float(pixels.max()) <= 256
+    assert float(pixels.min()) >= -1 and float(pixels.max()) <= 256
     repeated = augment(images.permute(0, 3, 1, 2), 32, 8, kind)
     assert torch.equal(pixels, repeated) == (kind == "none")
 
@@ -418,11 +413,15 @@ def together(*arguments: object) -> list[Any]:
 
 @pytest.mark.parametrize(
     "method",
-    [("--method", "coop"), ("--set", "p_min=0", "--set", "p_max=0", "--set", "alignment=0"), ("--method", "zero-shot")],
+    [
+        ("--method", "coop"),
+        ("--set", "p_min=0", "--set", "p_max=0", "--set", "alignment=0"),
+        ("--method", "zero-shot"),
+    ],
 )
 def test_two_processes_learn_what_one_does(method: tuple[str, ...], data: Path, tmp_path: Path) -> None:
     """Batches of 5 do not halve, and the last of an epoch has 3: the shares of the processes differ."""
-    common = ("--set", "augmentation=none", "--set", "batch_size=5", "--epochs", 3, "--json", *method)
+    common = ("--set", "augmentation=none", "--set", "batch_size=5", "--set", "epochs=3", "--json", *method)
     arguments = [fit_arguments(data, tmp_path / name, *common) for name in ("one", "two")]
     assert drople(*arguments[0]).code == 0
     first, second = together(*arguments[1])
@@ -440,7 +439,8 @@ def test_two_processes_learn_what_one_does(method: tuple[str, ...], data: Path, 
 
 def test_two_processes_with_fewer_images_than_processes_in_a_batch(tmp_path: Path) -> None:
     data = pictures(tmp_path / "data", ("red", "green"), 5)
-    arguments = fit_arguments(data, tmp_path / "run", "--set", "batch_size=3", "--set", "alignment=0", "--epochs", 2)
+    settings = ("--set", "batch_size=3", "--set", "alignment=0", "--set", "epochs=2")
+    arguments = fit_arguments(data, tmp_path / "run", *settings)
     first, second = together(*arguments)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     tensors, _ = read_tensors(tmp_path / "run/prompts.safetensors")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from drople.data.images import BadImage, ImageSource, decode, decode_batches, no
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
 from drople.methods import Method, Task, find, make, option_names
-from drople.methods.base import PromptMethod, frozen_classes
+from drople.methods.base import PromptMethod, TrainingData, frozen_classes
 from drople.options import build, check_range, names
 from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
@@ -283,6 +283,8 @@ class PromptLearner:
             return {"temperature": 1.0}
         logits, good, bad = self._logits([e.image for e in val], self.words_, "checking on validation images")
         self._say_bad(bad)
+        if not good:
+            return {"temperature": 1.0}
         labels = torch.tensor([val[i].label for i in good])
         self.temperature_ = metrics.fit_temperature(logits, labels)
         return {
@@ -344,19 +346,22 @@ class PromptLearner:
         *,
         zero_shot: bool = True,
         classnames: Mapping[str, str] | str | Path | None = None,
+        choices: Literal["auto", "data"] = "auto",
         adjust: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> dict[str, Any]:
         """Accuracy, calibration, per class and confusion on a split: `test` where the data has one,
         else every image that training did not use.
 
-        Classes the run never saw are taken as they are: prompts learned on some classes serve others.
+        Classes the run never saw are taken as they are: prompts learned on some classes serve others. The
+        classes to choose from are the run's where it knows all of the data's, else (or with
+        `choices="data"`) the data's.
         `adjust` makes the final logits from the learned and the zero-shot ones (post-hoc methods).
         """
         self._check_fitted()
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
         examples, name = self._held_out(images, split)
         known = {c: k for k, c in enumerate(self.classes_)}
-        ours = all(c in known for c in images.classes)
+        ours = choices == "auto" and all(c in known for c in images.classes)
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
         labels = [known[images.classes[e.label]] if ours else e.label for e in examples]
         sources = [e.image for e in examples]
@@ -414,7 +419,9 @@ class PromptLearner:
                 parts += [[r.float().cpu() for r in results]] if indices else []
                 good += indices
                 bad += failures
-        return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else [], good, bad
+        if not parts:
+            return [torch.empty(0, 0) for _ in views], good, bad
+        return [torch.cat(column) for column in zip(*parts, strict=True)], good, bad
 
     @torch.no_grad()
     def _encode(

@@ -1,0 +1,318 @@
+"""The five protocols: what a method is trained on, what it is tested on, and one JSON record a run.
+
+Training gets data from which the test parts have been taken out. Records are written atomically; a
+benchmark that was killed goes on inside the run it was in, and repeats none that is done.
+"""
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from drople import __version__, gla
+from drople.data.catalog import find as find_dataset
+from drople.data.catalog import is_known
+from drople.data.dataset import ImageData
+from drople.data.layouts import resolve
+from drople.data.shots import base_novel, few_shot, long_tail, only_classes
+from drople.errors import DropleError, unknown
+from drople.learner import PromptLearner, file_name
+from drople.metrics import harmonic_mean
+from drople.progress import Progress, Quiet
+from drople.records import read_json, write_json
+
+SCHEMA = 1
+IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
+SHOTS = {"few-shot": (1, 2, 4, 8, 16)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training and its tests. Everything that decides the result, nothing about where it is written."""
+
+    protocol: str
+    dataset: str
+    method: str
+    seed: int
+    shots: int | None
+    backbone: str = "pocket"
+    preset: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "auto"
+    ratio: float | None = None
+    post_hoc: str | None = None
+    targets: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The method as a table names it: with whatever differs from its defaults."""
+        changed = [f"{name}={value}" for name, value in sorted(self.options.items()) if name != "epochs"]
+        preset = [] if self.preset is None else [self.preset]
+        inside = ", ".join([*preset, *changed])
+        return self.method + (f" ({inside})" if inside else "") + (f"+{self.post_hoc}" if self.post_hoc else "")
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+    @property
+    def path(self) -> Path:
+        """Where its record lies: readable, and unique by the key."""
+        name = re.sub(r"[^\w.+=-]+", "_", f"{Path(self.dataset).name}-{self.label}-{self.shots}shots-seed{self.seed}")
+        return Path(self.protocol) / f"{name[:120]}-{self.key}.json"
+
+
+# A test: the name of the part, its data, the split, and whether its own classes are the choices.
+Test = tuple[str, ImageData, str]
+
+
+def without_tests(data: ImageData) -> ImageData:
+    """What training is given: no path from here leads to a test file."""
+    return replace(data, test=(), extra={})
+
+
+def base_to_novel(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
+    """The first half of the classes trains; both halves are tested, each among its own classes."""
+    base, novel = (only_classes(data, labels) for labels in base_novel(data.classes))
+    return without_tests(base), [("base", base, "test"), ("novel", novel, "test")]
+
+
+def few_shots(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
+    """All classes, a few images of each."""
+    return without_tests(data), [("test", data, "test")]
+
+
+def cross_dataset(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
+    """Train on all classes of one dataset; test on all classes of every other, untouched."""
+    others = [(target, resolve(target, root)[0], "test") for target in run.targets]
+    return without_tests(data), [("source", data, "test"), *((Path(n).name, d, s) for n, d, s in others)]
+
+
+def domain_shift(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
+    """Train on a source, test on its variants: further test splits of the data, or datasets of its own."""
+    targets: list[Test] = [(name.removeprefix("test_"), data, name) for name in data.extra]
+    targets += [(Path(name).name, resolve(name, root)[0], "test") for name in run.targets]
+    source: list[Test] = [("source", data, "test")] if data.test else []
+    if not source and targets:
+        # PACS: the domain trained on is one of the test splits; it is the source, the others are targets.
+        first = next((t for t in targets if t[0] == "photo"), targets[0])
+        source, targets = [("source", first[1], first[2])], [t for t in targets if t is not first]
+    if not targets:
+        raise DropleError(
+            f"{run.dataset} has no other domain to test on: it needs test_* splits, or --targets naming datasets "
+            "with the same classes."
+        )
+    return without_tests(data), [*source, *targets]
+
+
+def long_tailed(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
+    """Base-to-novel with training images that thin out exponentially from class to class."""
+    base, tests = base_to_novel(data, run, root)
+    few = few_shot(base.train, run.shots, run.seed)
+    return replace(base, train=tuple(long_tail(few, run.ratio or 10.0, run.seed))), tests
+
+
+PROTOCOLS: dict[str, Callable[[ImageData, Run, Path], tuple[ImageData, list[Test]]]] = {
+    "base-to-novel": base_to_novel,
+    "few-shot": few_shots,
+    "cross-dataset": cross_dataset,
+    "domain-shift": domain_shift,
+    "long-tail": long_tailed,
+}
+
+
+def plan(
+    protocol: str,
+    datasets: Sequence[str],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    shots: Sequence[int | None] | None = None,
+    *,
+    source: str | None = None,
+    targets: Sequence[str] = (),
+    ratio: float = 10.0,
+    **common: Any,
+) -> list[Run]:
+    """Every run of a benchmark, seeds outermost: a benchmark that is stopped early has whole rows."""
+    if protocol not in PROTOCOLS:
+        raise unknown("protocol", protocol, PROTOCOLS)
+    names = [find_dataset(d).name if is_known(d) and not Path(d).exists() else d for d in datasets]
+    if protocol == "cross-dataset":
+        if source is None:
+            raise DropleError("cross-dataset needs --source: the dataset to train on.")
+        targets, names = [n for n in names if n != source], [source]
+    shots = shots or SHOTS.get(protocol, (16,))
+    return [
+        Run(
+            protocol,
+            dataset,
+            method,
+            seed,
+            number,
+            ratio=ratio if protocol == "long-tail" else None,
+            targets=tuple(targets or (IMAGENET_VARIANTS if (protocol, dataset) == ("domain-shift", "imagenet") else ())),
+            **common,
+        )
+        for seed in seeds
+        for dataset in names
+        for number in shots
+        for method in methods
+    ]
+
+
+def execute(run: Run, root: Path, work: Path, device: str = "auto", progress: Progress | None = None) -> dict[str, Any]:
+    """Train and test one run; the record, whether it went well or not."""
+    begun = time.monotonic()
+    record: dict[str, Any] = {"schema": SCHEMA, **asdict(run), "label": run.label, "key": run.key}
+    record["options"] = dict(run.options)
+    record |= {"status": "done", "error": None, "environment": environment(device)}
+    try:
+        record |= _measure(run, root, work, device, progress or Quiet())
+    except Exception as error:
+        # One run that cannot be done must not end a benchmark of hundreds.
+        trace = "" if isinstance(error, DropleError) else traceback.format_exc(limit=-3)
+        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "trace": trace, "results": {}}
+    record["timing"] = {
+        **record.get("timing", {}),
+        "seconds": round(time.monotonic() - begun, 3),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    return record
+
+
+def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) -> dict[str, Any]:
+    data, template = resolve(run.dataset, root)
+    train, tests = PROTOCOLS[run.protocol](data, run, root)
+    learner = PromptLearner(
+        run.backbone,
+        run.method,
+        preset=run.preset,
+        template=template,
+        seed=run.seed,
+        device=device,
+        precision=run.precision,  # type: ignore[arg-type]
+        progress=progress,
+        **run.options,
+    )
+    begun = time.monotonic()
+    # The tail has been cut to its shape already; few-shot drawing would straighten it.
+    learner.fit(train, None if run.protocol == "long-tail" else run.shots, out=work, resume=True)
+    fitted = time.monotonic()
+    results = {}
+    for part, images, split in tests:
+        adjust = _post_hoc(run, learner, train) if part == "base" else None
+        found = learner.evaluate(images, split, zero_shot=False, choices="data", adjust=adjust)
+        results[part] = {name: value for name, value in found.items() if name != "confusion"}
+    return {
+        "results": results,
+        "template": template,
+        "data": {"classes": len(data.classes), "fingerprint": data_fingerprint(data)},
+        "samples": [[name, label] for name, label, _ in learner.config_["samples"]],
+        "training": learner.config_["training"],
+        "trainable_parameters": learner.method_.trainable,
+        "validation": learner.metrics_,
+        "timing": {"fit": round(fitted - begun, 3), "test": round(time.monotonic() - fitted, 3)},
+    }
+
+
+def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
+    """GLA for the classes trained on; of others no frequency is known, so they stay as they are."""
+    if run.post_hoc is None:
+        return None
+    if run.post_hoc != "gla":
+        raise unknown("post-hoc method", run.post_hoc, ["gla"])
+    examples = train.train if run.protocol == "long-tail" else few_shot(train.train, run.shots, run.seed)
+    labels = torch.tensor([e.label for e in examples])
+    prior = gla.class_log_prior(labels, len(train.classes))
+    bias = gla.estimate_label_bias(learner.zero_shot_logits([e.image for e in examples]), labels, prior)
+    removed = learner.config_["training"]["loss"] == "logit_adjusted"
+    return lambda learned, zero_shot: gla.adjust(learned, zero_shot, None if removed else prior, bias)
+
+
+def benchmark(
+    runs: Sequence[Run],
+    root: Path,
+    out: Path,
+    *,
+    device: str = "auto",
+    retry_failed: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Run, dict[str, Any], bool]]:
+    """Go through the runs; yields each with its record and whether it was there already."""
+    for run in runs:
+        path = out / run.path
+        if path.exists():
+            record = read_json(path)
+            if record.get("status") == "done" or not retry_failed:
+                yield run, record, True
+                continue
+        work = out / ".work" / run.key
+        record = execute(run, root, work, device, progress)
+        write_json(path, record)
+        shutil.rmtree(work, ignore_errors=True)
+        yield run, record, False
+    shutil.rmtree(out / ".work", ignore_errors=True)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """A record in a line."""
+    what = f"{Path(record['dataset']).name} {record['label']} {record['shots']} shots seed {record['seed']}"
+    if record["status"] != "done":
+        return f"{what}: failed, {record['error']}"
+    parts = {name: 100 * part["accuracy"] for name, part in record["results"].items()}
+    shown = "  ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    if {"base", "novel"} <= set(parts):
+        shown += f"  H {harmonic_mean(parts['base'], parts['novel']):.1f}"
+    return f"{what}: {shown}"
+
+
+def data_fingerprint(data: ImageData) -> str:
+    """A hash over every split's files (names and sizes) and classes: the same data, the same hash."""
+    splits = {"train": data.train, "val": data.val, "test": data.test, **data.extra}
+    rows = sorted(
+        (name, data.classes[e.label], file_name(e.image, data.root) or "", _size(e.image))
+        for name, examples in splits.items()
+        for e in examples
+    )
+    return hashlib.sha256(json.dumps([data.classes, rows]).encode()).hexdigest()
+
+
+def _size(image: Any) -> int:
+    return image.stat().st_size if isinstance(image, Path) and image.exists() else 0
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What ran: versions, processor, and the state of the source."""
+    cuda = torch.cuda.is_available() and device != "cpu"
+    return {
+        "drople": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if cuda else f"CPU ({torch.get_num_threads()} threads)",
+        "git": git_state(Path(__file__).parent),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit the package runs from, and whether it was changed since; None outside a checkout."""
+    try:
+        call = ["git", "-C", str(folder)]
+        commit = subprocess.run([*call, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        changes = subprocess.run([*call, "status", "--porcelain", "."], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if commit.returncode:
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}
