@@ -329,3 +329,42 @@ def test_what_is_not_there_is_named(run: Path, data: Path, tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     assert "no images" in refused(drople("predict", run, tmp_path / "empty"))
     assert "config.json" in refused(drople("predict", tmp_path / "empty", data / "test/red"))
+
+
+# On a terminal -------------------------------------------------------------------------------------
+
+
+def test_a_terminal_sees_a_bar_with_losses_and_a_program_does_not(data: Path, tmp_path: Path) -> None:
+    """Standard error is a pseudo-terminal, standard output a pipe: bars on one, JSON alone on the other."""
+    pty = pytest.importorskip("pty")
+    reader, writer = pty.openpty()
+    arguments = [
+        "fit",
+        str(data),
+        "--out",
+        str(tmp_path / "run"),
+        *map(str, TINY),
+        "--epochs",
+        "40",
+        "--json",
+    ]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MAIN, *arguments, "--set", "batch_size=4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, env=environment)
+    os.close(writer)
+    shown = bytearray()
+    while True:
+        try:
+            part = os.read(reader, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    assert process.stdout is not None
+    out = process.stdout.read()
+    assert process.wait(60) == 0, shown.decode("utf-8", "replace")
+    os.close(reader)
+    assert json.loads(out)["evaluation"]["images"] == 18
+    text = shown.decode("utf-8", "replace")
+    assert "training drople" in text and "accuracy" in text and "0:00:" in text

@@ -16,7 +16,7 @@ from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.learner import PromptLearner
 from drople.methods import REGISTRY, Batch, Method, Progress, Task, find, make, option_names
-from drople.methods.base import PromptMethod
+from drople.methods.base import PromptMethod, TrainingData
 from drople.methods.drople import DeepPromptOptions
 from drople.regulariser import RELEASED, DropleOptions
 from drople.training import TrainingOptions
@@ -32,13 +32,6 @@ def wrappable() -> Iterator[str]:
 
 
 NAMES = [*sorted(REGISTRY), *wrappable()]
-
-
-def learns(name: str) -> bool:
-    return make(name, Backbone.load(tiny_checkpoint()), TASK, {}).trainable > 0
-
-
-LEARNERS = [name for name in NAMES if learns(name)]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +51,18 @@ def batch(of: Backbone, count: int = 6) -> Batch:
     images += torch.arange(count).view(-1, 1, 1, 1) % 3
     frozen = of.encode_images(images.to(of.dtype))
     return Batch(images.to(of.dtype), torch.arange(count) % 3, frozen)
+
+
+def prepared(name: str, towers: Backbone) -> Method:
+    """A new method that has been shown its training images, as training does before the first step."""
+    torch.manual_seed(0)
+    method = make(name, towers, TASK, {})
+    side = towers.pixels.size
+    images = torch.randint(256, (6, 3, side, side), dtype=torch.uint8)
+    method.prepare(TrainingData(images, torch.arange(6) % 3, batch(towers).frozen))
+    if not method.trainable:
+        pytest.skip(f"{name} trains nothing")
+    return method
 
 
 def train(method: Method, of: Batch, steps: int, lr: float = 1e-2) -> list[float]:
@@ -83,12 +88,11 @@ def test_the_registry_has_what_the_issue_names() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_lower_the_loss_and_move_nothing_frozen(name: str, dtype: torch.dtype) -> None:
     towers = backbone(dtype)
     before = {n: t.clone() for n, t in towers.model.state_dict().items()}
-    torch.manual_seed(0)
-    method = make(name, towers, TASK, {})
+    method = prepared(name, towers)
     started = {n: p.detach().clone() for n, p in method.named_parameters()}
     losses = train(method, batch(towers), 8)
     assert all(math.isfinite(loss) for loss in losses)
@@ -100,13 +104,12 @@ def test_a_few_steps_lower_the_loss_and_move_nothing_frozen(name: str, dtype: to
     assert not unmoved, f"never trained: {unmoved}"
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_same_draws_give_the_same_loss(name: str) -> None:
     results = []
     for _ in range(2):
-        torch.manual_seed(0)
         towers = backbone()
-        results.append(train(make(name, towers, TASK, {}), batch(towers), 2))
+        results.append(train(prepared(name, towers), batch(towers), 2))
     assert results[0] == results[1]
 
 
@@ -117,7 +120,13 @@ def test_trained_saved_and_loaded_it_predicts_the_same(name: str, data: Path, tm
     probe = [picture(c, 50 + n) for c in WORDS for n in range(2)]
     np.testing.assert_array_equal(one.predict_proba(probe), again.predict_proba(probe))
     novel = ["zebra", "okapi", "blue"]
-    np.testing.assert_array_equal(one.predict_proba(probe, novel), again.predict_proba(probe, novel))
+    try:
+        expected = one.predict_proba(probe, novel)
+    except DropleError as error:
+        # A classifier over its own classes may say that it knows no others; prompts serve them all.
+        assert str(error) and not issubclass(find(name)[0], PromptMethod)
+    else:
+        np.testing.assert_array_equal(expected, again.predict_proba(probe, novel))
     stored = sum(p.numel() for p in again.method_.parameters())
     assert one.method_.trainable == again.method_.trainable == stored
 
@@ -136,7 +145,10 @@ def test_a_wrong_option_is_refused_with_the_nearest_name(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_inference_draws_nothing(name: str) -> None:
     towers = backbone()
-    method = make(name, towers, TASK, {}).eval()
+    method = make(name, towers, TASK, {})
+    images = torch.zeros(3, 3, 32, 32, dtype=torch.uint8)
+    method.prepare(TrainingData(images, torch.arange(3), batch(towers, 3).frozen))
+    method.eval()
     images = batch(towers).images
     rows = []
     for seed in (1, 2):

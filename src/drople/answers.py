@@ -102,6 +102,39 @@ def print_evaluation(result: dict[str, Any]) -> None:
         console.print(f"... and {len(seen) - 10} more; --json has them all, and the confusion matrix", style="dim")
 
 
+# Benchmarks and data ---------------------------------------------------------------------------------
+
+
+def terminal_width() -> int:
+    return Console().width
+
+
+def print_benchmark(records: Sequence[dict[str, Any]]) -> None:
+    from drople.tables import render, tables
+
+    if any(r["status"] == "done" for r in records):
+        print(render(tables(list(records)), "text", width=terminal_width()))
+    failed = [r for r in records if r["status"] != "done"]
+    if failed:
+        raise DropleError(
+            f"{len(failed)} of {len(records)} runs failed; the first, {failed[0]['label']} on "
+            f"{failed[0]['dataset']}: {failed[0]['error']}. Their records say why; --retry-failed tries them again."
+        )
+
+
+def print_rows(rows: Sequence[dict[str, str]], leave_out: Sequence[str] = ()) -> None:
+    """A plain table of rows that share their columns; what is too wide for a terminal --json has."""
+    columns = [c for c in rows[0] if c not in leave_out]
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        table.add_row(*(Text(row[c]) for c in columns))
+    Console().print(table)
+    if leave_out:
+        Console().print(f"--json has {' and '.join(leave_out)} too", style="dim")
+
+
 # Methods -------------------------------------------------------------------------------------------
 
 

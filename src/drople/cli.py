@@ -20,16 +20,17 @@ app = App(
     help="Teach a vision-language model your classes from a handful of images.\n\n"
     "Start with `drople demo`, then `drople fit PHOTOS --out RUN`, where PHOTOS has one folder a class.",
     help_format="markdown",
+    default_parameter=Parameter(negative=()),
 )
 
-Json = Annotated[bool, Parameter(name="--json", negative="", help="print JSON, and nothing else, to standard output")]
-Strict = Annotated[bool, Parameter(negative="", help="stop at the first bad image instead of skipping it")]
+Json = Annotated[bool, Parameter(name="--json", help="print JSON, and nothing else, to standard output")]
+Strict = Annotated[bool, Parameter(help="stop at the first bad image instead of skipping it")]
 Device = Annotated[str, Parameter(help="cpu, cuda, or auto: a GPU where there is one")]
 Names = Annotated[Path | None, Parameter(help="JSON or CSV that maps folder names to words")]
 OWN_FLAGS = ("backbone", "method", "preset", "template", "seed", "device", "precision", "strict", "progress")
 Settings = Annotated[
     list[str] | None,
-    Parameter(name="--set", negative="", help="any option as NAME=VALUE, several times; `drople methods NAME` lists them"),
+    Parameter(name="--set", help="any option as NAME=VALUE, several times; `drople methods NAME` lists them"),
 ]
 
 
@@ -46,7 +47,7 @@ def fit(
     preset: Annotated[str | None, Parameter(help="drople has paper (its default) and released")] = None,
     template: Annotated[str | None, Parameter(help="the sentence around a class name, with {}")] = None,
     classnames: Names = None,
-    resume: Annotated[bool, Parameter(negative="", help="go on with a run that was stopped")] = False,
+    resume: Annotated[bool, Parameter(help="go on with a run that was stopped")] = False,
     device: Device = "auto",
     precision: Annotated[Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")] = "auto",
     strict: Strict = False,
@@ -158,6 +159,134 @@ def methods(
     else:
         described = describe_method(name)
         print_json(described) if json else print_method(described)
+
+
+@app.command
+def benchmark(
+    protocol: Annotated[
+        Literal["base-to-novel", "few-shot", "cross-dataset", "domain-shift", "long-tail"],
+        Parameter(help="what is trained on and what is tested"),
+    ],
+    *,
+    datasets: Annotated[
+        list[str],
+        Parameter(name=["--datasets", "--data"], consume_multiple=True, help="names (`drople data list`), folders or tables"),
+    ],
+    methods: Annotated[list[str], Parameter(consume_multiple=True, help="see `drople methods`")] = ["zero-shot", "drople"],  # noqa: B006
+    seeds: Annotated[list[int], Parameter(consume_multiple=True, help="each draws its own few shots")] = [1, 2, 3],  # noqa: B006
+    shots: Annotated[list[int] | None, Parameter(consume_multiple=True, help="images a class [16; few-shot: 1 2 4 8 16]")] = None,
+    backbone: Annotated[str, Parameter(help="pocket, a folder, or a name on the Hugging Face Hub")] = "pocket",
+    root: Annotated[Path, Parameter(env_var="DROPLE_DATA", help="where datasets lie that are given by name")] = Path("data"),
+    out: Annotated[Path, Parameter(help="where the records go; what is there already is not run again")] = Path("records"),
+    source: Annotated[str | None, Parameter(help="cross-dataset: the dataset to train on")] = None,
+    targets: Annotated[list[str] | None, Parameter(consume_multiple=True, help="domain-shift: datasets with the same classes")] = None,
+    ratio: Annotated[float, Parameter(help="long-tail: images of the largest class over those of the smallest")] = 10.0,
+    post_hoc: Annotated[Literal["gla"] | None, Parameter(help="adjust predictions after training: gla")] = None,
+    epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
+    preset: Annotated[str | None, Parameter(help="a preset of the methods")] = None,
+    retry_failed: Annotated[bool, Parameter(help="run failed runs again")] = False,
+    device: Device = "auto",
+    precision: Annotated[Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")] = "auto",
+    set_: Settings = None,
+    json: Json = False,
+) -> None:
+    """Run methods on datasets under one protocol, and print the paper's table.
+
+    One JSON record a run, written when it is done: kill it and call it again, and it goes on where it
+    stopped. `drople table` prints tables from records.
+    """
+    from drople.answers import print_benchmark
+    from drople.progress import Terminal
+    from drople.protocols import benchmark as go
+    from drople.protocols import plan, summary
+
+    options = read_settings(set_) | ({} if epochs is None else {"epochs": epochs})
+    runs = plan(
+        protocol,
+        datasets,
+        methods,
+        seeds,
+        shots,
+        source=source,
+        targets=targets or (),
+        ratio=ratio,
+        backbone=backbone,
+        preset=preset,
+        options=options,
+        precision=precision,
+        post_hoc=post_hoc,
+    )
+    shown = Terminal()
+    records = []
+    for number, (_, record, there) in enumerate(
+        go(runs, root, out, device=device, retry_failed=retry_failed, progress=shown), 1
+    ):
+        records.append(record)
+        shown.line(f"[{number}/{len(runs)}] {summary(record)}{' (was there)' if there else ''}")
+    print_json(records) if json else print_benchmark(records)
+
+
+@app.command
+def table(
+    records: Annotated[list[Path], Parameter(help="records of drople benchmark: files or folders")],
+    *,
+    format: Annotated[Literal["text", "markdown", "latex", "csv"], Parameter(help="how to print it")] = "text",
+    by: Annotated[Literal["columns", "rows"], Parameter(help="where the datasets stand")] = "columns",
+    published: Annotated[bool, Parameter(help="place the paper's numbers below ours")] = False,
+) -> None:
+    """Print the paper's tables from records: mean and standard deviation over seeds, best in bold."""
+    from drople.answers import terminal_width
+    from drople.tables import read_records, render, tables
+
+    found = tables(read_records(records), by=by, published=published)
+    print(render(found, format, width=terminal_width()))
+
+
+data_app = App(name="data", default_parameter=Parameter(negative=()), help="The benchmark datasets: which there are, whether a copy is whole, how to get one.")
+app.command(data_app)
+
+Root = Annotated[Path, Parameter(env_var="DROPLE_DATA", help="the folder that holds the datasets")]
+
+
+@data_app.command(name="list")
+def data_list(*, root: Root = Path("data"), json: Json = False) -> None:
+    """List the datasets by name, and whether each is under the data root."""
+    from drople.answers import print_rows
+    from drople.data.check import overview
+
+    rows = overview(root)
+    print_json(rows) if json else print_rows(rows, leave_out=("title", "source"))
+
+
+@data_app.command(name="check")
+def data_check(
+    name: Annotated[str, Parameter(help="a dataset's name")],
+    *,
+    root: Root = Path("data"),
+    deep: Annotated[bool, Parameter(help="decode every image, not only its header")] = False,
+) -> None:
+    """Verify a copy: counts of each split, class names, images that cannot be read."""
+    from drople.data.check import check
+    from drople.progress import Terminal
+
+    with Terminal().task(f"checking {name}", 1) as update:
+        report = check(name, root, deep=deep, progress=lambda done, total: update(done, total=total))
+    print("\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(2)
+
+
+@data_app.command(name="get")
+def data_get(name: Annotated[str, Parameter(help="a dataset's name")], *, root: Root = Path("data")) -> None:
+    """Fetch a dataset from its publisher where the licence allows; else say what to do by hand."""
+    from drople.data.download import get
+    from drople.progress import Terminal
+
+    with Terminal().task(f"fetching {name}", 1) as update:
+        got = get(name, root, progress=lambda file, done, total: update(done, total=total, what=file))
+    print("\n".join([*got.done, *got.notes, *got.steps]))
+    if not got.complete:
+        sys.exit(2)
 
 
 @app.command

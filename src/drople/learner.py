@@ -60,7 +60,7 @@ class PromptLearner:
 
     def __init__(
         self,
-        backbone: str | Path = "pocket",
+        backbone: str | Path | Backbone = "pocket",
         method: str = "drople",
         *,
         preset: str | None = None,
@@ -177,7 +177,7 @@ class PromptLearner:
         of_method: dict[str, Any] = {}
         for group in (kind.Options, *([DropleOptions] if wrapped else [])):
             own = {n: v for n, v in given.items() if n in names(group)}
-            built = build(group, own)
+            built: Any = build(group, own)
             of_method |= {n: getattr(built, n) for n in own}
         return of_method, training
 
@@ -191,7 +191,7 @@ class PromptLearner:
     ) -> dict[str, Any]:
         return {
             "drople": __version__,
-            "backbone": str(self.backbone),
+            "backbone": self.backbone.name if isinstance(self.backbone, Backbone) else str(self.backbone),
             "method": self.method,
             "preset": self.preset,
             "options": {n: list(v) if isinstance(v, tuple) else v for n, v in method_options.items()},
@@ -237,7 +237,8 @@ class PromptLearner:
         dtypes = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if precision not in dtypes:
             raise unknown("precision", precision, dtypes)
-        self.backbone_ = Backbone.load(config["backbone"]).to(place, dtypes[precision])
+        frozen = self.backbone if isinstance(self.backbone, Backbone) else Backbone.load(config["backbone"])
+        self.backbone_ = frozen.to(place, dtypes[precision])
         self.classes_ = tuple(config["classes"])
         self.words_ = tuple(config["words"])
         task = Task(self.words_, tuple(config["templates"]))
@@ -505,9 +506,10 @@ class PromptLearner:
             ) from None
         self.method_.eval()
         self.metrics_, self.history_ = saved, []
-        self.temperature_ = saved.get("temperature")
-        if not isinstance(self.temperature_, float | int) or not 0 < self.temperature_ < math.inf:
+        temperature = saved.get("temperature")
+        if not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
             raise DropleError(f"{folder / METRICS} has no temperature: it was not written by drople fit.")
+        self.temperature_ = float(temperature)
         return self
 
     def _check_fitted(self) -> None:

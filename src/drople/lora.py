@@ -7,17 +7,29 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class LoRA(nn.Module):
-    """`W + (alpha / r) B A` for the query and value projections of some layers."""
+    """`W + (alpha / r) B A` for the named attention projections of some layers.
+
+    `dropout` is that of the update's input features, in training: one draw a pass, for all tokens, since
+    it is a weight that leaves here.
+    """
 
     def __init__(
-        self, layers: Sequence[nn.Module], which: Sequence[int], *, rank: int, alpha: float, names: Sequence[str]
+        self,
+        layers: Sequence[nn.Module],
+        which: Sequence[int],
+        *,
+        rank: int,
+        alpha: float,
+        names: Sequence[str],
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.scale = alpha / rank
+        self.scale, self.dropout = alpha / rank, dropout
         self.frozen = {
             (i, f"self_attn.{name}.weight"): layers[i].get_submodule(f"self_attn.{name}").weight
             for i in which
@@ -33,5 +45,7 @@ class LoRA(nn.Module):
     def forward(self) -> dict[int, dict[str, Tensor]]:
         weights: dict[int, dict[str, Tensor]] = {}
         for ((i, name), weight), a, b in zip(self.frozen.items(), self.a.values(), self.b.values(), strict=True):
+            if self.training and self.dropout:
+                a = a * F.dropout(torch.ones_like(a[:1]), self.dropout)
             weights.setdefault(i, {})[name] = weight + (self.scale * b @ a).to(weight.dtype)
         return weights

@@ -26,3 +26,20 @@ def kl_consistency(logits: Tensor, frozen_logits: Tensor) -> Tensor:
     return F.kl_div(
         logits.log_softmax(-1), frozen_logits.log_softmax(-1), reduction="sum", log_target=True
     ) / logits.numel()
+
+
+def cosine_consistency(learned: Tensor, frozen: Tensor) -> Tensor:
+    """One minus the cosine, mean over rows (CoPrompt, TCP): half of `l2_consistency`."""
+    return 1 - F.cosine_similarity(learned, frozen, dim=-1).mean()
+
+
+def soft_cross_entropy(logits: Tensor, frozen_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Cross-entropy with the frozen branch's distribution as the target, times the squared temperature."""
+    target = (frozen_logits / temperature).softmax(-1)
+    return -(target * (logits / temperature).log_softmax(-1)).sum(-1).mean() * temperature**2
+
+
+def with_gradient(loss: Tensor, at: Tensor, gradient: Tensor) -> Tensor:
+    """The value of `loss` with another gradient at `at`, for methods that change gradients, not losses."""
+    surrogate = (at * gradient.detach()).sum()
+    return loss.detach() + (surrogate - surrogate.detach())

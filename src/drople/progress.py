@@ -32,7 +32,7 @@ class Quiet:
 
     @contextmanager
     def task(self, what: str, total: int) -> Iterator[Update]:
-        yield lambda done, values=None: None
+        yield lambda done, values=None, **more: None
 
     def say(self, line: str) -> None:
         pass
@@ -49,7 +49,7 @@ class Terminal:
     @contextmanager
     def task(self, what: str, total: int) -> Iterator[Update]:
         if not sys.stderr.isatty() or not speaks():
-            yield lambda done, values=None: None
+            yield lambda done, values=None, **more: None
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
@@ -64,10 +64,17 @@ class Terminal:
         with Bars(*columns, console=self.console, transient=True) as bars:
             bar = bars.add_task(what, total=total, shown="")
 
-            def update(done: int, values: Mapping[str, float] | None = None) -> None:
-                bars.update(bar, completed=done, shown=summary(values or {}))
+            def update(
+                done: int, values: Mapping[str, float] | None = None, total: int | None = None, what: str = ""
+            ) -> None:
+                bars.update(bar, completed=done, total=total, shown=what or summary(values or {}))
 
             yield update
+
+    def line(self, line: str) -> None:
+        """How far work of many parts is: shown with or without a terminal."""
+        if speaks():
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
         if speaks():

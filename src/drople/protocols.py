@@ -4,6 +4,7 @@ Training gets data from which the test parts have been taken out. Records are wr
 benchmark that was killed goes on inside the run it was in, and repeats none that is done.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 import transformers
 
 from drople import __version__, gla
+from drople.backbone import Backbone
 from drople.data.catalog import find as find_dataset
 from drople.data.catalog import is_known
 from drople.data.dataset import ImageData
@@ -73,7 +76,7 @@ class Run:
         return Path(self.protocol) / f"{name[:120]}-{self.key}.json"
 
 
-# A test: the name of the part, its data, the split, and whether its own classes are the choices.
+# A test: the name of the part, its data and the split. The data's own classes are the choices.
 Test = tuple[str, ImageData, str]
 
 
@@ -195,7 +198,7 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
     data, template = resolve(run.dataset, root)
     train, tests = PROTOCOLS[run.protocol](data, run, root)
     learner = PromptLearner(
-        run.backbone,
+        _backbone(run.backbone),
         run.method,
         preset=run.preset,
         template=template,
@@ -224,6 +227,12 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
         "validation": learner.metrics_,
         "timing": {"fit": round(fitted - begun, 3), "test": round(time.monotonic() - fitted, 3)},
     }
+
+
+@lru_cache(maxsize=1)
+def _backbone(name: str) -> Backbone:
+    """Runs of a benchmark share their frozen backbone."""
+    return Backbone.load(name)
 
 
 def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
@@ -262,7 +271,9 @@ def benchmark(
         write_json(path, record)
         shutil.rmtree(work, ignore_errors=True)
         yield run, record, False
-    shutil.rmtree(out / ".work", ignore_errors=True)
+    # Another process may be at work on the same records.
+    with contextlib.suppress(OSError):
+        (out / ".work").rmdir()
 
 
 def summary(record: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    # A file name that is no UTF-8 holds lone surrogates: as backslashes they are what JSON writes for them.
+    # A file name that is no UTF-8 holds lone surrogates: with backslashes they are what JSON has for them.
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 

@@ -220,7 +220,7 @@ class Training:
             on_status(Status(self.step, self.steps, epoch, self.options.epochs, rows[-1]))
 
     def _check_parameters(self) -> None:
-        """A step with a finite loss can still leave NaN behind: no later loss would show that of the last one."""
+        """A step with a finite loss can still leave NaN behind, and after the last no loss would show it."""
         for name, parameter in self.method.named_parameters():
             if not bool(parameter.isfinite().all()):
                 raise self._diverged(f"{name} is not finite after step {self.step} of {self.steps}")

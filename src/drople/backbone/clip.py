@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drople.backbone.loading import Checkpoint, load_checkpoint
 from drople.backbone.tokens import Tokens
-from drople.backbone.walk import ATTENTION, LayerDropout, walk
+from drople.backbone.walk import ATTENTION, Adapt, LayerDropout, walk
 from drople.errors import DropleError
 
 # Activations kept for the gradient, in units of one [tokens, width] tensor a layer: the inputs of two
@@ -52,6 +52,17 @@ class Sentences:
             words=self.words[start:stop],
             slots=None if self.slots is None else self.slots[start:stop],
             first=start,
+        )
+
+    def repeated(self, times: int) -> "Sentences":
+        """The K sentences over and over, [times * K] of them: for prompts that differ from image to image."""
+        return replace(
+            self,
+            base=self.base.repeat(times, 1, 1),
+            anchor=self.anchor.repeat(times),
+            real=self.real.repeat(times, 1),
+            words=self.words.repeat(times, 1),
+            slots=None if self.slots is None else self.slots.repeat(times, 1, 1),
         )
 
     def tokens(self, prompts: Tensor | None, class_words_drop: bool) -> Tokens:
@@ -173,19 +184,24 @@ class Backbone:
         dropout: LayerDropout | None = None,
         class_words_drop: bool = True,
         weights: LayerWeights | None = None,
+        adapt: Adapt | None = None,
     ) -> Tensor:
-        """Features [K, E], not normalised."""
+        """Features [K, E], not normalised; `prompts` [depth, M, D] for all sentences or [depth, K, M, D]."""
         prompts = None if prompts is None else prompts.to(self.dtype)
         tower = self.model.text_model
 
         def encode(rows: Sentences) -> Tensor:
+            entering = prompts
+            if prompts is not None and prompts.ndim == 4:
+                entering = prompts[:, rows.first : rows.first + len(rows)]
             tokens = walk(
                 tower.encoder.layers,
-                rows.tokens(prompts, class_words_drop),
+                rows.tokens(entering, class_words_drop),
                 causal=True,
-                prompts=prompts,
+                prompts=entering,
                 dropout=dropout,
                 weights=weights,
+                adapt=adapt,
             )
             eos = tokens.states[torch.arange(len(rows), device=self.device), tokens.anchor]
             return self.model.text_projection(tower.final_layer_norm(eos)).float()
@@ -215,6 +231,7 @@ class Backbone:
         prompts: Tensor | None = None,
         dropout: LayerDropout | None = None,
         weights: LayerWeights | None = None,
+        adapt: Adapt | None = None,
     ) -> Tensor:
         """Features [B, E] of normalised pixels [B, 3, S, S], not normalised."""
         tower = self.model.vision_model
@@ -241,7 +258,13 @@ class Backbone:
             slots=slots,
         )
         tokens = walk(
-            tower.encoder.layers, tokens, causal=False, prompts=prompts, dropout=dropout, weights=weights
+            tower.encoder.layers,
+            tokens,
+            causal=False,
+            prompts=prompts,
+            dropout=dropout,
+            weights=weights,
+            adapt=adapt,
         )
         # cls is the first token and never drops, so it stays the first.
         return self.model.visual_projection(tower.post_layernorm(tokens.states[:, 0])).float()

@@ -20,6 +20,9 @@ ATTENTION = "drople_watched"
 # What a watcher is shown of a layer's attention: query, key [N, H, L, head], scaling, mask, causal.
 Watch = Callable[[Tensor, Tensor, float, Tensor | None, bool], None]
 
+# What an adapter adds to a layer's output, from the layer's number and its input [N, L, D]; None is nothing.
+Adapt = Callable[[int, Tensor], Tensor | None]
+
 
 class LayerDropout(Protocol):
     """What the walk asks of token dropout (see dropout.py)."""
@@ -64,11 +67,13 @@ def walk(
     prompts: Tensor | None = None,
     dropout: LayerDropout | None = None,
     weights: Mapping[int, Mapping[str, Tensor]] | None = None,
+    adapt: Adapt | None = None,
 ) -> Tokens:
     """The tokens after the last layer.
 
     `prompts` [depth, M, D] are the prompts of layers 0 to depth-1; those of layer 0 are already in
     `tokens`. `weights` stands in for named weights of a layer (LoRA) without touching the frozen ones.
+    `adapt` adds to what a layer gives, beside it, before tokens drop.
     """
     for i, layer in enumerate(layers):
         if prompts is not None and 0 < i < len(prompts):
@@ -79,6 +84,9 @@ def walk(
             states = functional_call(layer, dict(weights[i]), (tokens.states,), call)
         else:
             states = layer(tokens.states, **call)
+        added = None if adapt is None else adapt(i, tokens.states)
+        if added is not None:
+            states = states + added
         tokens = replace(tokens, states=states, hidden=None)
         if dropout is not None:
             tokens = dropout.drop(i, tokens)
