@@ -1,7 +1,7 @@
 """Token dropout: which tokens drop at a layer, how likely, and what dropping does to them.
 
 Section "Token Dropout" of the paper. It knows sequences of tokens and nothing of who holds the prompts.
-The operation D(x) and the draw are exchanged by name; a new one is one function.
+The operation D(x), the rate and the draw are exchanged by name; a new one is one function.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,13 @@ from drople.importance import (
     importance,
     self_score,
 )
+from drople.unimodal import Standout, group_value
 
 Operation = Literal["hide", "zero", "zero_scaled", "noise", "remove"]
 Draw = Literal["layer", "shared", "one_layer"]
-Rate = Literal["importance", "uniform"]
+Rate = Literal["importance", "uniform", "block", "group", "standout"]
+
+BLOCK = 3  # consecutive tokens that drop together with the rate `block` (the paper's ablation)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class DropRule:
     p_max: float
     operation: Operation
     draw: Draw
-    rate: Rate  # `uniform` is vanilla dropout: every target token with p_max
+    rate: Rate  # `uniform` is vanilla dropout: every target token with p_max; `block` too, in runs
     scores: tuple[Score, ...]
     sum_to_one: bool  # divide each score by its sum first (released code)
     noise: float  # standard deviation of `noise`
@@ -82,6 +85,17 @@ OPERATIONS: dict[Operation, Callable[[Tokens, Tensor, Tensor, DropRule], Tokens]
 }
 
 
+def in_runs(p: float, target: Tensor, length: int) -> Tensor:
+    """DropBlock along the sequence: runs of `length` tokens drop together, each target token with p.
+
+    A token drops where a run covers it, and `length` runs may: each starts with `1 - (1 - p)^(1/length)`.
+    Runs may start before the sequence does, so that the first tokens drop as often as the others.
+    """
+    count, tokens = target.shape
+    starts = torch.rand(count, tokens + length - 1, device=target.device) < 1 - (1 - p) ** (1 / length)
+    return starts.unfold(1, length, 1).any(-1) & target
+
+
 def drop_probability(normalised_importance: Tensor, target: Tensor, p_min: float, p_max: float) -> Tensor:
     """`p_j = p_max - I (p_max - p_min)` for target tokens, 0 for the others."""
     return (p_max - normalised_importance * (p_max - p_min)).masked_fill(~target, 0.0)
@@ -109,6 +123,7 @@ class TokenDropout:
     rule: DropRule
     modality: Modality
     bridge: Bridge | None = None
+    standout: Standout | None = None
     rows: Tensor | None = None
     detach: bool = True
     keep_states: bool = False
@@ -139,6 +154,8 @@ class TokenDropout:
             self._keep(layer, tokens)
         if layer not in self.drawing:
             return tokens
+        if self.standout is not None:
+            tokens = replace(tokens, states=self.standout.through(self.modality, tokens))
         chosen, probability = tokens.chosen, tokens.probability
         if chosen is None or probability is None:
             chosen, probability = self._draw(layer, tokens)
@@ -149,15 +166,13 @@ class TokenDropout:
     @torch.no_grad()
     def _draw(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
         scores: dict[Score, Tensor] = {}
-        if self.rule.rate == "uniform":
-            weight = torch.zeros(tokens.real.shape, device=tokens.real.device)
-        else:
-            for name in self.rule.scores:
-                scores[name] = self._score(name, tokens)
-            weight = importance(list(scores.values()), tokens, sum_to_one=self.rule.sum_to_one)
+        weight = RATES[self.rule.rate](self, tokens, scores)
         self._attention = None
         probability = drop_probability(weight, tokens.target, self.rule.p_min, self.rule.p_max)
-        chosen = torch.rand_like(probability) < probability
+        if self.rule.rate == "block":
+            chosen = in_runs(self.rule.p_max, tokens.target, BLOCK)
+        else:
+            chosen = torch.rand_like(probability) < probability
         self.counts.append((chosen.sum(), tokens.target.sum()))
         if self.record:
             self.seen.append(Seen(layer, scores, weight, probability, chosen))
@@ -194,6 +209,38 @@ class TokenDropout:
         if layer in self.kept:
             states, real = _add_padded(self.kept[layer], (states, real))
         self.kept[layer] = states, real
+
+
+# What stands for the importance in p: 1 drops with p_min, 0 with p_max.
+# (dropout, tokens, scores to fill where there are any) -> value [N, L]
+
+
+def by_importance(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+    for name in dropout.rule.scores:
+        scores[name] = dropout._score(name, tokens)
+    return importance(list(scores.values()), tokens, sum_to_one=dropout.rule.sum_to_one)
+
+
+def uniform(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+    return torch.zeros(tokens.real.shape, device=tokens.real.device)
+
+
+def by_density(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+    return group_value(tokens)
+
+
+def by_standout(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+    assert dropout.standout is not None, "StandOut needs its learned gates"
+    return dropout.standout.value(dropout.modality, tokens)
+
+
+RATES: dict[Rate, Callable[[TokenDropout, Tokens, dict[Score, Tensor]], Tensor]] = {
+    "importance": by_importance,
+    "uniform": uniform,
+    "block": uniform,
+    "group": by_density,
+    "standout": by_standout,
+}
 
 
 def _add_padded(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

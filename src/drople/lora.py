@@ -5,6 +5,7 @@ The frozen weights are never touched, so the frozen branch cannot carry what was
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ class LoRA(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Any,
         which: Sequence[int],
         *,
         rank: int,

@@ -5,6 +5,7 @@ It is handed a backbone, features and sequences; who holds the prompts it does n
 the table "paper against released code" is an option here or of the prompts; help texts name the source.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ from drople.backbone import Backbone
 from drople.dropout import Draw, DropRule, Operation, Rate, TokenDropout
 from drople.errors import DropleError
 from drople.importance import Bridge, Modality, Score
-from drople.losses import kl_consistency, l1_consistency
+from drople.losses import kl_consistency, l1_consistency, l2_consistency
+from drople.nonlinear_residual import NonlinearResidual
 from drople.options import option
 from drople.prompts import capped
 from drople.residual_entropy import (
@@ -24,6 +26,9 @@ from drople.residual_entropy import (
     textual_residual_entropy,
     visual_residual_entropy,
 )
+from drople.unimodal import Standout
+
+Residual = Literal["linear", "nonlinear"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,11 @@ class DropleOptions:
         "layer", "when tokens are drawn: layer = anew at each layer (paper), shared = once a pass, "
         "one_layer = at one random layer a step",
     )
-    rate: Rate = option("importance", "importance (paper) or uniform: vanilla dropout with p_max")
+    rate: Rate = option(
+        "importance",
+        "importance (paper); its ablations: uniform = vanilla dropout with p_max, block = that in runs of 3, "
+        "group = by density, standout = learned",
+    )
     scores: tuple[Score, ...] = option(("class", "self", "cross"), "scores averaged into the importance (paper: all)")
     score_sum_to_one: bool = option(False, "divide each score by its sum over the tokens first (released: true)")
     class_words_drop: bool = option(True, "class words are targets too (paper true, released false)")
@@ -56,6 +65,9 @@ class DropleOptions:
     )
     lambda0: float = option(0.1, "lambda_0 of the schedule (paper, released 0.1)", low=0, high=1)
     lambda_by: Literal["iteration", "epoch"] = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
+    residual: Residual = option(
+        "linear", "z^r from a mixture (paper), or nonlinear: guessed by a network (its appendix C); lambda is not used then"
+    )
     residual_on: ResidualOn = option(
         "embeddings", "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)"
     )
@@ -64,6 +76,8 @@ class DropleOptions:
     l1_text: float = option(0.0, "weight of L1 between learned and frozen class features (released 25)", low=0)
     l1_image: float = option(0.0, "weight of L1 between learned and frozen image features (released 10)", low=0)
     kl: float = option(0.0, "weight of KL between learned and frozen predictions (released 2.5)", low=0)
+    l2: float = option(0.0, "weight of L2 between learned and frozen features, both modalities (the baseline's pull)", low=0)
+    cosine: float = option(0.0, "weight of 1 - cosine between learned and frozen features (CoPrompt's, an ablation)", low=0)
 
     def __post_init__(self) -> None:
         if self.p_min > self.p_max:
@@ -146,6 +160,13 @@ class Regulariser(nn.Module):
                 dim=options.bridge_dim,
                 scaled=options.bridge_scaled,
             )
+        self.standout: Standout | None = None
+        if options.rate == "standout":
+            self.standout = Standout(backbone.vision_width, backbone.text_width)
+        self.nonlinear: Mapping[str, NonlinearResidual] | None = None
+        if options.residual == "nonlinear":
+            both = {name: NonlinearResidual(backbone.embed_dim) for name in ("vision", "text")}
+            self.nonlinear = nn.ModuleDict(both)  # type: ignore[assignment]
 
     def dropout(self, modality: Modality, rows: Tensor | None = None, record: bool = False) -> TokenDropout:
         """Fresh dropout for one pass of a tower; `rows` are the sequences the alignment loss compares."""
@@ -165,6 +186,7 @@ class Regulariser(nn.Module):
             rule,
             modality,
             self.bridge,
+            self.standout,
             rows=rows,
             detach=o.alignment_detached,
             keep_states=self.bridge is not None and o.alignment > 0,
@@ -183,15 +205,23 @@ class Regulariser(nn.Module):
 
     def losses(self, branches: Branches, vision: TokenDropout, text: TokenDropout) -> dict[str, Tensor]:
         """The weighted terms, by name; a weight of 0 leaves its term out."""
-        o, b, lam = self.options, branches, self.lam
+        o, b = self.options, branches
         losses: dict[str, Tensor] = {}
+        images, classes, lam = b.images, b.classes, self.lam
+        if self.nonlinear is not None:
+            # With lambda 0 the residual of a guess is the guess.
+            lam = torch.zeros_like(lam)
+            images = self.nonlinear["vision"].residual(b.images, b.frozen_images)
+            classes = self.nonlinear["text"].residual(b.classes, b.frozen_classes)
+            rebuilt = self.nonlinear["vision"].loss(b.images, b.frozen_images)
+            losses["rebuild"] = rebuilt + self.nonlinear["text"].loss(b.classes, b.frozen_classes)
         if o.residual_entropy_visual:
             losses["residual_entropy_visual"] = o.residual_entropy_visual * visual_residual_entropy(
-                b.images, b.frozen_images, b.frozen_classes, lam, self.scale, o.residual_on
+                images, b.frozen_images, b.frozen_classes, lam, self.scale, o.residual_on
             )
         if o.residual_entropy_text:
             losses["residual_entropy_text"] = o.residual_entropy_text * textual_residual_entropy(
-                b.classes, b.frozen_classes, b.frozen_images, lam, self.scale, o.residual_on
+                classes, b.frozen_classes, b.frozen_images, lam, self.scale, o.residual_on
             )
         if o.l1_text:
             losses["l1_text"] = o.l1_text * l1_consistency(b.classes, b.frozen_classes)
@@ -199,6 +229,11 @@ class Regulariser(nn.Module):
             losses["l1_image"] = o.l1_image * l1_consistency(b.images, b.frozen_images)
         if o.kl:
             losses["kl"] = o.kl * kl_consistency(b.logits, b.frozen_logits)
+        if o.l2 or o.cosine:
+            pull = l2_consistency(b.images, b.frozen_images) + l2_consistency(b.classes, b.frozen_classes)
+            # Of unit vectors |a - b|^2 = 2 (1 - cos).
+            losses |= {"l2": o.l2 * pull} if o.l2 else {}
+            losses |= {"cosine": o.cosine * pull / 2} if o.cosine else {}
         seen, said = vision.take_kept(), text.take_kept()
         if self.bridge is not None and o.alignment and seen and said:
             losses["alignment"] = o.alignment * self.bridge.alignment(seen, said)

@@ -37,13 +37,13 @@ class MmaOptions:
 class TowerAdapter(nn.Module):
     """The adapters of one tower; called by the walk at each layer with what enters it."""
 
-    def __init__(self, layers: Any, shared: nn.ModuleList, scale: float) -> None:
+    def __init__(self, layers: Any, shared: Sequence[nn.Linear], scale: float) -> None:
         super().__init__()
         count, dim, width = len(shared), shared[0].in_features, layers[0].layer_norm1.normalized_shape[0]
         self.down = nn.ModuleList(nn.Linear(width, dim) for _ in range(count))
         self.up = nn.ModuleList(nn.Linear(dim, width) for _ in range(count))
         # Lists of no kind that torch would look into: the norms are the backbone's, the middle the method's.
-        self.frozen_and_shared = [layer.layer_norm1 for layer in layers[-count:]], [*shared]
+        self.frozen_and_shared = [layer.layer_norm1 for layer in layers[-count:]], list(shared)
         self.first, self.scale = len(layers) - count, scale
 
     def forward(self, layer: int, states: Tensor) -> Tensor | None:
@@ -83,9 +83,10 @@ class Mma(Method):
         if count < options.adapter_layers:
             self.notes.append(f"adapters asked for {options.adapter_layers} layers; {count} are used.")
         dim = options.adapter_dim
-        self.shared = nn.ModuleList(nn.Linear(dim, dim) for _ in range(count))
-        self.vision = TowerAdapter(vision, self.shared, options.adapter_scale)
-        self.text = TowerAdapter(text, self.shared, options.adapter_scale)
+        middle = [nn.Linear(dim, dim) for _ in range(count)]
+        self.shared = nn.ModuleList(middle)
+        self.vision = TowerAdapter(vision, middle, options.adapter_scale)
+        self.text = TowerAdapter(text, middle, options.adapter_scale)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

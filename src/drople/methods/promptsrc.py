@@ -24,7 +24,7 @@ Checked against slow references in float64 (tests/test_prompt_methods.py).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -74,16 +74,20 @@ class GaussianAggregate(nn.Module):
     def __init__(self, prompts: nn.Module, mean: float, std: float) -> None:
         super().__init__()
         self.prompts, self.mean, self.std = prompts, mean, std
+        self.now = 0  # `epoch`, where the host can read it without waiting for the device
         self.register_buffer("average", prompts().detach().clone())  # of the epochs that are over
         self.register_buffer("share", torch.ones(()))  # of the present epoch, in the aggregate with it
         self.register_buffer("epoch", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
     def advance(self, epoch: int, epochs: int) -> None:
-        """A new epoch: the last one's prompts enter the average."""
+        """At a new epoch the last one's prompts enter the average."""
+        if epoch == self.now:
+            return
         self.average.copy_(self.aggregate())
         self.share.fill_(last_share(epoch, epochs, self.mean, self.std))
         self.epoch.fill_(epoch)
+        self.now = epoch
 
     def aggregate(self) -> Tensor:
         return self.average.lerp(self.prompts(), self.share)
@@ -100,6 +104,7 @@ class PromptSRC(PromptMethod):
     citation = "Khattak et al., ICCV 2023"
     Options = PromptSRCOptions
     options: PromptSRCOptions
+    visual_prompts: GaussianAggregate
     presets: ClassVar[Presets] = {
         "authors": {"optimizer": "sgd", "lr": 2.5e-3, "batch_size": 4, "epochs": 20},
         "authors-few-shot": {
@@ -131,6 +136,11 @@ class PromptSRC(PromptMethod):
         super().advance(progress)
         for prompts in (self.text_prompts, self.visual_prompts):
             prompts.advance(progress.epoch, progress.epochs)
+
+    def load_learned(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_learned(tensors)
+        for prompts in (self.text_prompts, self.visual_prompts):
+            prompts.now = int(prompts.epoch)
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         o, frozen, frozen_logits = self.options, branches.frozen_images, branches.frozen_logits
