@@ -68,7 +68,11 @@ def slow_image(backbone: Backbone, image: Tensor, prompts: Prompts | None = None
 
 
 def unit(x: Tensor) -> Tensor:
-    return x / math.sqrt(float((x.detach() * x.detach()).sum())) if not x.requires_grad else x / (x * x).sum().sqrt()
+    return x / (x * x).sum().sqrt()
+
+
+def number(x: Tensor) -> float:
+    return float(x.detach())
 
 
 def slow_logits(backbone: Backbone, image: Tensor, classes: Sequence[Tensor]) -> Tensor:
@@ -192,7 +196,7 @@ def test_kgcoop_pulls_to_the_frozen_classes() -> None:
     classes = [slow_text(backbone, w, context, 4) for w in WORDS]
     logits = [slow_logits(backbone, slow_image(backbone, image), classes) for image in batch.images]
     distance = sum(
-        float((unit(c) - unit(f)).square().sum()) for c, f in zip(classes, frozen_text(backbone), strict=True)
+        number((unit(c) - unit(f)).square().sum()) for c, f in zip(classes, frozen_text(backbone), strict=True)
     )
     losses = method.training_step(batch)
     close(losses["cross_entropy"], slow_cross_entropy(logits, batch.labels))
@@ -214,15 +218,22 @@ def test_prograd_projects_the_gradient(conflict: bool, activation_bytes: int) ->
     classes = [slow_text(backbone, w, {0: context[0]}, 4) for w in WORDS]
     logits = [slow_logits(backbone, x, classes) for x in seen]
     zero_shot = [slow_logits(backbone, x, frozen_text(backbone)).detach() for x in seen]
-    # Labels that CLIP finds least likely ask for the opposite of what it says.
-    labels = torch.stack([(z - row.detach()) * (-1 if conflict else 1) for z, row in zip(zero_shot, logits, strict=True)]).argmax(1)
-    own = slow_cross_entropy(logits, labels)
     general = torch.zeros((), dtype=torch.float64)
     for row, z in zip(logits, zero_shot, strict=True):
         p = torch.exp(z / 2 - torch.logsumexp(z / 2, 0))
-        general = general - 4 * sum(p[k] * (row[k] / 2 - torch.logsumexp(row / 2, 0)) for k in range(len(WORDS))) / 3
-    (g_d,) = torch.autograd.grad(own, context, retain_graph=True)
-    (g_g,) = torch.autograd.grad(general, context)
+        for k in range(len(WORDS)):
+            general = general - 4 * p[k] * (row[k] / 2 - torch.logsumexp(row / 2, 0)) / 3
+    (g_g,) = torch.autograd.grad(general, context, retain_graph=True)
+    # The labels that agree the most, or the least, with what CLIP says of these images.
+    labels = torch.zeros(3, dtype=torch.long)
+    for n, row in enumerate(logits):
+        agree = []
+        for k in range(len(WORDS)):
+            (towards,) = torch.autograd.grad(slow_cross_entropy([row], torch.tensor([k])), context, retain_graph=True)
+            agree.append(float((towards * g_g).sum()))
+        labels[n] = agree.index(min(agree) if conflict else max(agree))
+    own = slow_cross_entropy(logits, labels)
+    (g_d,) = torch.autograd.grad(own, context)
     product = float((g_d * g_g).sum())
     assert (product < 0) == conflict, "the case is not what its name says"
     wanted = g_d - 0.8 * product / float((g_g * g_g).sum()) * g_g if conflict else g_d
@@ -296,14 +307,14 @@ def test_promptsrc_regularises_features_and_predictions(view: str) -> None:
             frozen[k] = frozen[k] + unit(feature) / len(sentences)
     plain = [x.double() for x in batch.frozen]
     seen = [slow_image(backbone, image) for image in batch.images] if view == "same" else plain
-    l1_text = sum(float((unit(c) - unit(f)).abs().sum()) for c, f in zip(classes, frozen, strict=True))
-    l1_image = sum(float((unit(x) - unit(f)).abs().sum()) for x, f in zip(images, seen, strict=True))
+    l1_text = sum(number((unit(c) - unit(f)).abs().sum()) for c, f in zip(classes, frozen, strict=True))
+    l1_image = sum(number((unit(x) - unit(f)).abs().sum()) for x, f in zip(images, seen, strict=True))
     kl = 0.0
     for row, x in zip(logits, seen, strict=True):
         z = slow_logits(backbone, x, frozen)
         for k in range(len(WORDS)):
             log_q, log_o = row[k] - torch.logsumexp(row, 0), z[k] - torch.logsumexp(z, 0)
-            kl += float(torch.exp(log_o) * (log_o - log_q))
+            kl += number(torch.exp(log_o) * (log_o - log_q))
     losses = method.training_step(batch)
     width = backbone.embed_dim
     close(losses["cross_entropy"], slow_cross_entropy(logits, batch.labels))
@@ -398,8 +409,8 @@ def test_coprompt_is_consistent_with_another_sentence_and_another_view(seed: int
     texts = []
     for template in dict.fromkeys([TEMPLATE, *ELEVEN]):
         frozen = frozen_text(backbone, template=template)
-        texts.append(sum(1 - float(unit(c) @ unit(f)) for c, f in zip(classes, frozen, strict=True)) / len(WORDS))
-    image = sum(1 - float(unit(x) @ unit(f.double())) for x, f in zip(images, batch.frozen, strict=True)) / 3
+        texts.append(sum(1 - number(unit(c) @ unit(f)) for c, f in zip(classes, frozen, strict=True)) / len(WORDS))
+    image = sum(1 - number(unit(x) @ unit(f.double())) for x, f in zip(images, batch.frozen, strict=True)) / 3
     torch.manual_seed(seed)
     drawn = int(torch.randint(len(texts), (1,)))
     assert len({round(t, 4) for t in texts}) == len(texts)
@@ -427,7 +438,7 @@ def test_tcp_gives_each_class_its_own_prompts(layer: int, activation_bytes: int)
     method, batch = made("tcp", backbone, class_layer=layer), batch_of(backbone)
     classes = [slow_tcp(method, backbone, w) for w in WORDS]
     logits = [slow_logits(backbone, slow_image(backbone, image), classes) for image in batch.images]
-    apart = sum(1 - float(unit(c) @ unit(f)) for c, f in zip(classes, frozen_text(backbone), strict=True))
+    apart = sum(1 - number(unit(c) @ unit(f)) for c, f in zip(classes, frozen_text(backbone), strict=True))
     losses = method.training_step(batch)
     close(losses["cross_entropy"], slow_cross_entropy(logits, batch.labels))
     close(losses["knowledge"], torch.tensor(8 * apart / len(WORDS)))

@@ -114,11 +114,15 @@ def print_benchmark(records: Sequence[dict[str, Any]]) -> None:
 
     if any(r["status"] == "done" for r in records):
         print(render(tables(list(records)), "text", width=terminal_width()))
+
+
+def refuse_failures(records: Sequence[dict[str, Any]]) -> None:
+    """A benchmark in which a run failed ends in an error, after all that could be done."""
     failed = [r for r in records if r["status"] != "done"]
     if failed:
         raise DropleError(
             f"{len(failed)} of {len(records)} runs failed; the first, {failed[0]['label']} on "
-            f"{failed[0]['dataset']}: {failed[0]['error']}. Their records say why; --retry-failed tries them again."
+            f"{failed[0]['dataset']}: {failed[0]['error'].rstrip('.')}. Their records say why; --retry-failed tries them again."
         )
 
 
@@ -140,8 +144,7 @@ def print_rows(rows: Sequence[dict[str, str]], leave_out: Sequence[str] = ()) ->
 
 def list_methods() -> list[dict[str, Any]]:
     """Every method with its citation, kind and whether DroPLe can wrap it."""
-    from drople.methods import REGISTRY
-    from drople.methods.base import PromptMethod
+    from drople.methods import REGISTRY, wraps
 
     return [
         {
@@ -149,7 +152,7 @@ def list_methods() -> list[dict[str, Any]]:
             "title": kind.title,
             "kind": kind.kind,
             "citation": kind.citation,
-            "wraps": issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False),
+            "wraps": wraps(kind),
             "presets": list(kind.presets),
         }
         for name, kind in sorted(REGISTRY.items())

@@ -195,7 +195,7 @@ def benchmark(
     One JSON record a run, written when it is done: kill it and call it again, and it goes on where it
     stopped. `drople table` prints tables from records.
     """
-    from drople.answers import print_benchmark
+    from drople.answers import print_benchmark, refuse_failures
     from drople.progress import Terminal
     from drople.protocols import benchmark as go
     from drople.protocols import plan, summary
@@ -224,6 +224,7 @@ def benchmark(
         records.append(record)
         shown.line(f"[{number}/{len(runs)}] {summary(record)}{' (was there)' if there else ''}")
     print_json(records) if json else print_benchmark(records)
+    refuse_failures(records)
 
 
 @app.command

@@ -7,7 +7,9 @@ benchmark that was killed goes on inside the run it was in, and repeats none tha
 import contextlib
 import hashlib
 import json
+import math
 import platform
+import random
 import re
 import shutil
 import subprocess
@@ -28,7 +30,7 @@ from drople.data.catalog import find as find_dataset
 from drople.data.catalog import is_known
 from drople.data.dataset import ImageData
 from drople.data.layouts import resolve
-from drople.data.shots import base_novel, few_shot, long_tail, only_classes
+from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
 from drople.errors import DropleError, unknown
 from drople.learner import PromptLearner, file_name
 from drople.metrics import harmonic_mean
@@ -38,6 +40,10 @@ from drople.records import read_json, write_json
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
 SHOTS = {"few-shot": (1, 2, 4, 8, 16)}
+# Of what is left when a fifth is held out for validation: with it, CoOp's half, a fifth and three tenths.
+TEST_SHARE = 3 / 8
+# PACS has a test split a domain and none called test; its training images are photos.
+PACS_SOURCE = "test_photo"
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,40 @@ def without_tests(data: ImageData) -> ImageData:
     return replace(data, test=(), extra={})
 
 
+def find_data(name: str, root: Path) -> tuple[ImageData, str]:
+    """The data with a test part, and its template. Where there is no test part it is drawn from train: the
+    same images in every run, and a note in the record says so."""
+    data, template = resolve(name, root)
+    if data.test or not data.train:
+        return data, template
+    if PACS_SOURCE in data.extra:
+        others = {split: found for split, found in data.extra.items() if split != PACS_SOURCE}
+        return replace(data, test=data.extra[PACS_SOURCE], extra=others), template
+    groups = by_label(data.train)
+    test = {
+        id(example)
+        for label, members in groups.items()
+        for example in random.Random(f"test/{data.classes[label]}").sample(members, round(TEST_SHARE * len(members)))
+    }
+    note = f"no test part: {len(test)} of the training images drawn for it"
+    return (
+        replace(
+            data,
+            train=tuple(e for e in data.train if id(e) not in test),
+            test=tuple(e for e in data.train if id(e) in test),
+            notes=(*data.notes, note),
+        ),
+        template,
+    )
+
+
 def base_to_novel(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
     """The first half of the classes trains; both halves are tested, each among its own classes."""
+    if len(data.classes) < 4:
+        raise DropleError(
+            f"{run.dataset} has {len(data.classes)} classes: {run.protocol} needs four or more, or a half has one "
+            "class and nothing to tell it from."
+        )
     base, novel = (only_classes(data, labels) for labels in base_novel(data.classes))
     return without_tests(base), [("base", base, "test"), ("novel", novel, "test")]
 
@@ -98,25 +136,23 @@ def few_shots(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Te
 
 def cross_dataset(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
     """Train on all classes of one dataset; test on all classes of every other, untouched."""
-    others = [(target, resolve(target, root)[0], "test") for target in run.targets]
-    return without_tests(data), [("source", data, "test"), *((Path(n).name, d, s) for n, d, s in others)]
+    return without_tests(data), [("source", data, "test"), *_targets(run, root)]
+
+
+def _targets(run: Run, root: Path) -> list[Test]:
+    return [(Path(name).name, find_data(name, root)[0], "test") for name in run.targets]
 
 
 def domain_shift(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
     """Train on a source, test on its variants: further test splits of the data, or datasets of its own."""
     targets: list[Test] = [(name.removeprefix("test_"), data, name) for name in data.extra]
-    targets += [(Path(name).name, resolve(name, root)[0], "test") for name in run.targets]
-    source: list[Test] = [("source", data, "test")] if data.test else []
-    if not source and targets:
-        # PACS: the domain trained on is one of the test splits; it is the source, the others are targets.
-        first = next((t for t in targets if t[0] == "photo"), targets[0])
-        source, targets = [("source", first[1], first[2])], [t for t in targets if t is not first]
+    targets += _targets(run, root)
     if not targets:
         raise DropleError(
             f"{run.dataset} has no other domain to test on: it needs test_* splits, or --targets naming datasets "
             "with the same classes."
         )
-    return without_tests(data), [*source, *targets]
+    return without_tests(data), [("source", data, "test"), *targets]
 
 
 def long_tailed(data: ImageData, run: Run, root: Path) -> tuple[ImageData, list[Test]]:
@@ -150,11 +186,23 @@ def plan(
     """Every run of a benchmark, seeds outermost: a benchmark that is stopped early has whole rows."""
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
-    names = [find_dataset(d).name if is_known(d) and not Path(d).exists() else d for d in datasets]
+    if not 1 <= ratio < math.inf:
+        raise DropleError(f"the imbalance ratio is head over tail, so a number of 1 or more, not {ratio}.")
+    names, targets = [_name(d) for d in datasets], [_name(d) for d in targets]
     if protocol == "cross-dataset":
         if source is None:
             raise DropleError("cross-dataset needs --source: the dataset to train on.")
+        source = _name(source)
         targets, names = [n for n in names if n != source], [source]
+        if not targets:
+            raise DropleError("cross-dataset needs --datasets other than the --source: those to test on.")
+    parts = ["source", *(Path(t).name for t in targets)]
+    twice = sorted({part for part in parts if parts.count(part) > 1})
+    if twice:
+        raise DropleError(
+            f"several tests would be called {' and '.join(twice)} in one record: give each target once, in a "
+            "folder of its own name."
+        )
     shots = shots or SHOTS.get(protocol, (16,))
     return [
         Run(
@@ -172,6 +220,13 @@ def plan(
         for number in shots
         for method in methods
     ]
+
+
+def _name(dataset: str) -> str:
+    """One spelling for each dataset of the catalog and each path, so that it has one column in a table."""
+    if is_known(dataset) and not Path(dataset).exists():
+        return find_dataset(dataset).name
+    return str(Path(dataset))
 
 
 def execute(run: Run, root: Path, work: Path, device: str = "auto", progress: Progress | None = None) -> dict[str, Any]:
@@ -195,10 +250,10 @@ def execute(run: Run, root: Path, work: Path, device: str = "auto", progress: Pr
 
 
 def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) -> dict[str, Any]:
-    data, template = resolve(run.dataset, root)
+    data, template = find_data(run.dataset, root)
     train, tests = PROTOCOLS[run.protocol](data, run, root)
     learner = PromptLearner(
-        _backbone(run.backbone),
+        _backbone(run.backbone, run.precision, device),
         run.method,
         preset=run.preset,
         template=template,
@@ -213,14 +268,16 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
     learner.fit(train, None if run.protocol == "long-tail" else run.shots, out=work, resume=True)
     fitted = time.monotonic()
     results = {}
+    post_hoc = _post_hoc(run, learner, train)
     for part, images, split in tests:
-        adjust = _post_hoc(run, learner, train) if part == "base" else None
+        # Of classes that were not trained on no frequency is known, so they stay as they are.
+        adjust = post_hoc if images.classes == train.classes else None
         found = learner.evaluate(images, split, zero_shot=False, choices="data", adjust=adjust)
         results[part] = {name: value for name, value in found.items() if name != "confusion"}
     return {
         "results": results,
         "template": template,
-        "data": {"classes": len(data.classes), "fingerprint": data_fingerprint(data)},
+        "data": {"classes": len(data.classes), "fingerprint": data_fingerprint(data), "notes": list(data.notes)},
         "samples": [[name, label] for name, label, _ in learner.config_["samples"]],
         "training": learner.config_["training"],
         "trainable_parameters": learner.method_.trainable,
@@ -230,13 +287,13 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
 
 
 @lru_cache(maxsize=1)
-def _backbone(name: str) -> Backbone:
-    """Runs of a benchmark share their frozen backbone."""
+def _backbone(name: str, precision: str, device: str) -> Backbone:
+    """Runs of a benchmark share their frozen backbone; one that was rounded to bf16 serves no others."""
     return Backbone.load(name)
 
 
 def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
-    """GLA for the classes trained on; of others no frequency is known, so they stay as they are."""
+    """GLA for the classes trained on."""
     if run.post_hoc is None:
         return None
     if run.post_hoc != "gla":
@@ -245,8 +302,11 @@ def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
     labels = torch.tensor([e.label for e in examples])
     prior = gla.class_log_prior(labels, len(train.classes))
     bias = gla.estimate_label_bias(learner.zero_shot_logits([e.image for e in examples]), labels, prior)
-    removed = learner.config_["training"]["loss"] == "logit_adjusted"
-    return lambda learned, zero_shot: gla.adjust(learned, zero_shot, None if removed else prior, bias)
+    method = learner.method_
+    removed = method.trainable > 0 and learner.config_["training"]["loss"] == "logit_adjusted"
+    # What was never shown the training images cannot have learned how frequent their classes are.
+    unbiased = removed or method.kind == "zero-shot"
+    return lambda learned, zero_shot: gla.adjust(learned, zero_shot, None if unbiased else prior, bias)
 
 
 def benchmark(
@@ -260,13 +320,14 @@ def benchmark(
 ) -> Iterator[tuple[Run, dict[str, Any], bool]]:
     """Go through the runs; yields each with its record and whether it was there already."""
     for run in runs:
-        path = out / run.path
+        path, work = out / run.path, out / ".work" / run.key
         if path.exists():
             record = read_json(path)
             if record.get("status") == "done" or not retry_failed:
+                # Left behind by a process killed right after it wrote the record.
+                shutil.rmtree(work, ignore_errors=True)
                 yield run, record, True
                 continue
-        work = out / ".work" / run.key
         record = execute(run, root, work, device, progress)
         write_json(path, record)
         shutil.rmtree(work, ignore_errors=True)

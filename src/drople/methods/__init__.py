@@ -19,12 +19,19 @@ WRAP = "+drople"
 __all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "option_names"]
 
 
+def wraps(kind: type[Method]) -> bool:
+    """Whether DroPLe can be put around a method."""
+    return issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+
+
 def find(name: str) -> tuple[type[Method], bool]:
     """The class behind a method's name, and whether DroPLe wraps it ("coop+drople")."""
     plain = name.removesuffix(WRAP)
     if plain not in REGISTRY:
-        raise unknown("method", name, [*REGISTRY, *(n + WRAP for n in REGISTRY)])
+        raise unknown("method", name, [*REGISTRY, *(n + WRAP for n, kind in REGISTRY.items() if wraps(kind))])
     kind = REGISTRY[plain]
+    if name != plain and getattr(kind, "wrapped", False):
+        raise DropleError(f"{plain} already drops tokens: give {plain}, without {WRAP}.")
     wrapped = name != plain or getattr(kind, "wrapped", False)
     if wrapped and not issubclass(kind, PromptMethod):
         raise DropleError(f"{plain} has no tokens of its own to drop: DroPLe wraps prompt learners only.")

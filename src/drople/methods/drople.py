@@ -55,10 +55,12 @@ class DeepPrompts(PromptMethod):
         )
         self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
         self.lora: LoRA | None = None
-        if o.lora_rank:
+        if o.lora_rank and o.lora_from >= backbone.vision_layers:
+            self.notes.append(f"lora_from is {o.lora_from}; this backbone has {backbone.vision_layers} layers: no LoRA.")
+        elif o.lora_rank:
             self.lora = LoRA(
                 backbone.model.vision_model.encoder.layers,
-                range(min(o.lora_from, backbone.vision_layers), backbone.vision_layers),
+                range(o.lora_from, backbone.vision_layers),
                 rank=o.lora_rank,
                 alpha=float(o.lora_rank),
                 names=("q_proj", "v_proj"),

@@ -1,0 +1,427 @@
+"""Adapters and probes against slow references: float64 loops over one image and one class at a time."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import random_images, slow_layer, slow_linear, slow_norm, tiny_backbone
+from torch import Tensor
+
+from drople.backbone import Backbone
+from drople.cache_model import ALPHAS, BETAS
+from drople.lora import LoRA
+from drople.methods import Batch, Method, Task, make
+from drople.methods.base import TrainingData
+from drople.templates import ELEVEN
+
+WORDS = ("cat", "golden retriever", "soup bowl")
+TASK = Task(WORDS, ("a photo of a {}.",))
+LABELS = torch.tensor([0, 1, 2, 1, 0, 2, 2])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def training_data(backbone: Backbone) -> TrainingData:
+    side = backbone.pixels.size + 2
+    images = torch.randint(0, 256, (len(LABELS), 3, side, side), dtype=torch.uint8)
+    return TrainingData(images, LABELS, backbone.encode_images(random_images(backbone, len(LABELS))))
+
+
+def ready(name: str, **options: Any) -> tuple[Method, TrainingData, Batch]:
+    """A method shown its training images and moved off its starting point, and a batch."""
+    backbone = tiny_backbone()
+    method = make(name, backbone, TASK, options)
+    data = training_data(backbone)
+    method.prepare(data)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    images = random_images(backbone, 4, seed=5)
+    return method.eval(), data, Batch(images, torch.tensor([2, 0, 1, 1]), data.frozen[:4])
+
+
+def unit(x: Tensor) -> Tensor:
+    return x.double() / x.double().square().sum().sqrt()
+
+
+def slow_cosine_logits(method: Method, features: Tensor, classes: Tensor) -> Tensor:
+    scale = method.backbone.logit_scale
+    rows = [[scale * float(unit(f) @ unit(w)) for w in classes] for f in features]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def slow_cross_entropy(logits: Tensor, labels: Tensor) -> float:
+    total = 0.0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        top = max(row)
+        total -= row[label] - top - math.log(sum(math.exp(x - top) for x in row))
+    return total / len(labels)
+
+
+def slow_votes(f: Tensor, keys: Tensor, labels: Tensor, alpha: float, beta: float) -> list[float]:
+    votes = [0.0] * len(WORDS)
+    for key, label in zip(keys.double(), labels.tolist(), strict=True):
+        votes[label] += alpha * math.exp(-beta * (1 - float(f.double() @ key)))
+    return votes
+
+
+def frozen(method: Method, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Frozen features of images and of the classes."""
+    sentences = [f"a photo of a {word}." for word in WORDS]
+    backbone = method.backbone
+    return backbone.encode_images(images), backbone.encode_text(backbone.sentences(sentences))
+
+
+def check(method: Method, batch: Batch, logits: Tensor, losses: dict[str, float]) -> None:
+    """The method's own logits and losses are these; its losses reach all it learns."""
+    torch.testing.assert_close(
+        method.logits(batch.images, method.class_weights(WORDS)).double(), logits, atol=2e-4, rtol=1e-4
+    )
+    found = method.training_step(batch)
+    assert {name: float(loss.detach()) for name, loss in found.items()} == pytest.approx(losses, abs=2e-4)
+    torch.stack(list(found.values())).sum().backward()
+    for name, parameter in method.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.abs().max() > 0), name
+
+
+# On frozen features --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["zero", "text"])
+def test_linear_probe(start: str) -> None:
+    method, _, batch = ready("linear-probe", start=start)
+    features, classes = frozen(method, batch.images)
+    weight, bias = (p.detach().double() for p in method.parameters())
+    scale = method.backbone.logit_scale
+    rows = [[scale * float(unit(f) @ w + b) for w, b in zip(weight, bias, strict=True)] for f in features]
+    logits = torch.tensor(rows, dtype=torch.float64)
+    check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
+    # Some of the training classes in another order are its own; with a stranger among them it is zero-shot.
+    turned = method.logits(batch.images, method.class_weights(WORDS[::-1][:2]))
+    torch.testing.assert_close(turned.double(), logits[:, [2, 1]], atol=2e-4, rtol=1e-4)
+    stranger = method.logits(batch.images, method.class_weights(("cat", "zebra")))
+    zero_shot = slow_cosine_logits(method, features, classes[:1])
+    torch.testing.assert_close(stranger[:, :1].double(), zero_shot, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("start", ["zero", "text"])
+def test_where_a_probe_starts(start: str) -> None:
+    backbone = tiny_backbone()
+    method = make("linear-probe", backbone, TASK, {"start": start})
+    images = random_images(backbone, 3)
+    features, classes = frozen(method, images)
+    expected = slow_cosine_logits(method, features, classes) if start == "text" else torch.zeros(3, 3).double()
+    found = method.logits(images, method.class_weights(WORDS))
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_clip_adapter() -> None:
+    method, _, batch = ready("clip-adapter", ratio=0.3)
+    features, classes = frozen(method, batch.images)
+    down, up = (p.detach().double() for p in method.parameters())
+    assert down.shape == (5, 20), "a quarter of the width"
+    adapted = []
+    for f in features.double():
+        hidden = [max(0.0, float(row @ f)) for row in down]
+        out = [max(0.0, sum(float(w) * h for w, h in zip(row, hidden, strict=True))) for row in up]
+        adapted.append(0.3 * torch.tensor(out, dtype=torch.float64) + 0.7 * f)
+    logits = slow_cosine_logits(method, torch.stack(adapted), classes)
+    check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
+
+
+@pytest.mark.parametrize("name", ["tip-adapter", "tip-adapter-f"])
+def test_tip_adapter(name: str) -> None:
+    method, data, batch = ready(name, cache_views=0, cache_alpha=2.0, cache_beta=3.0)
+    features, classes = frozen(method, batch.images)
+    keys = torch.stack([unit(f) for f in data.frozen])
+    learned = list(method.parameters())
+    if learned:
+        keys = learned[0].detach().double()
+        assert keys.shape == (len(LABELS), 20) and method.trainable == keys.numel()
+    votes = [slow_votes(unit(f), keys, LABELS, 2.0, 3.0) for f in features]
+    logits = slow_cosine_logits(method, features, classes) + torch.tensor(votes, dtype=torch.float64)
+    if learned:
+        check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
+    found = method.logits(batch.images, method.class_weights(WORDS)).double()
+    torch.testing.assert_close(found, logits, atol=2e-4, rtol=1e-4)
+    # A class that the cache has never seen has its zero-shot logit; those it knows keep their votes.
+    mixed = method.logits(batch.images, method.class_weights(("zebra", "soup bowl"))).double()
+    zebra = method.backbone.encode_text(method.backbone.sentences(["a photo of a zebra."]))
+    torch.testing.assert_close(
+        mixed[:, 0], slow_cosine_logits(method, features, zebra)[:, 0], atol=2e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(mixed[:, 1], logits[:, 2], atol=2e-4, rtol=1e-4)
+
+
+def test_keys_are_means_over_views_and_the_same_every_time() -> None:
+    keys = [ready("tip-adapter", cache_views=views)[0].state_dict()["cache.keys"] for views in (3, 3, 1)]
+    assert torch.equal(keys[0], keys[1]) and not torch.allclose(keys[0], keys[2])
+    torch.testing.assert_close(keys[0].norm(dim=1), torch.ones(len(LABELS)))
+
+
+def test_alpha_and_beta_are_those_best_on_validation_images() -> None:
+    method, _, _ = ready("tip-adapter", cache_views=0, largest_alpha=8.0, largest_beta=9.0)
+    backbone = method.backbone
+    images, labels = random_images(backbone, 24, seed=8), torch.arange(24) % 3
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield images[:10], labels[:10]
+        yield images[10:], labels[10:]
+
+    def accuracy() -> float:
+        guess = method.logits(images, method.class_weights(WORDS)).argmax(1)
+        return float((guess == labels).double().mean())
+
+    cache: Any = method.get_submodule("cache")
+    before = accuracy()
+    method.select(batches)
+    found, chosen = accuracy(), (float(cache.alpha), float(cache.beta))
+    assert found > before, "the draw of images leaves nothing to search"
+    best = 0.0
+    for beta in [0.1 + 8.9 * n / BETAS for n in range(0, BETAS, 5)]:
+        for alpha in [0.1 + 7.9 * n / ALPHAS for n in range(ALPHAS)]:
+            cache.alpha.fill_(alpha)
+            cache.beta.fill_(beta)
+            best = max(best, accuracy())
+    assert found >= best
+    cache.alpha.fill_(chosen[0])
+    cache.beta.fill_(chosen[1])
+    method.select(batches)
+    assert (float(cache.alpha), float(cache.beta)) == pytest.approx(chosen), "a tie moves nothing"
+    method.select(lambda: iter(()))
+
+
+@pytest.mark.parametrize("name", ["dac-v", "dac-vt"])
+def test_domain_aligned_clip(name: str) -> None:
+    method, data, batch = ready(name, cache_views=0, contrast=0.5, cache_alpha=2.0, cache_beta=3.0)
+    features, classes = frozen(method, batch.images)
+    state = {n: t.double() for n, t in method.state_dict().items()}
+
+    def aligned(f: Tensor) -> Tensor:
+        return unit(torch.stack([row @ unit(f) for row in state["adapter"]]))
+
+    text = torch.stack([unit(w) for w in classes])
+    if name == "dac-vt":
+        text = text + state["modulation"]
+    inter = slow_cosine_logits(method, features, text)
+    keys = torch.stack([aligned(f) for f in data.frozen])
+    votes = [slow_votes(aligned(f), keys, LABELS, 2.0, 3.0) for f in features]
+    others = [*data.frozen, *batch.frozen]
+    of = [*LABELS.tolist(), *batch.labels.tolist()]
+    intra = 0.0
+    for f, label in zip(features, batch.labels.tolist(), strict=True):
+        weights = [math.exp(float(aligned(f) @ aligned(k)) / 0.5) for k in others]
+        alike = sum(w for w, y in zip(weights, of, strict=True) if y == label)
+        intra -= math.log(alike / sum(weights)) / len(features)
+    losses = {"intra_modal": intra}
+    if name == "dac-vt":
+        losses["inter_modal"] = slow_cross_entropy(inter, batch.labels)
+    check(method, batch, inter + torch.tensor(votes, dtype=torch.float64), losses)
+    zebra = method.backbone.encode_text(method.backbone.sentences(["a photo of a zebra."]))
+    mixed = method.logits(batch.images, method.class_weights(("cat", "zebra")))[:, 1:].double()
+    torch.testing.assert_close(mixed, slow_cosine_logits(method, features, zebra), atol=2e-4, rtol=1e-4)
+
+
+def test_linear_feature_alignment() -> None:
+    method, _, batch = ready("lfa", neighbours=2, margin_scale=3.0)
+    features, classes = frozen(method, batch.images)
+    w = method.state_dict()["map"].double()
+    mapped = torch.stack([unit(unit(f) @ w) for f in features])
+    texts = torch.stack([unit(c) for c in classes])
+    total = 0.0
+    for f, label in zip(mapped, batch.labels.tolist(), strict=True):
+        distance = [float((f - p).norm()) for p in texts]
+        for k in sorted(range(3), key=lambda k: distance[k])[:2]:
+            margin = (1 - float(texts[label] @ texts[k])) / 3
+            total += max(0.0, distance[label] + margin - distance[k]) / (2 * len(mapped))
+    check(method, batch, slow_cosine_logits(method, mapped, texts), {"reranking": total})
+
+
+def test_alignment_starts_between_procrustes_and_the_identity() -> None:
+    backbone = tiny_backbone()
+    method = make("lfa", backbone, TASK, {})
+    turn = torch.linalg.qr(torch.randn(20, 20)).Q
+    labels = torch.arange(60) % 3
+    classes = F.normalize(method.frozen_classes, dim=-1)
+    # Images that are their class's text, turned: Procrustes alone answers all of them.
+    images = classes[labels] @ turn.T + 0.02 * torch.randn(60, 20)
+    method.prepare(TrainingData(torch.zeros(60, 3, 4, 4, dtype=torch.uint8), labels, images))
+    found = method.state_dict()["map"]
+    source, target = F.normalize(images, dim=-1), classes[labels]
+    u, _, vh = torch.linalg.svd(source.double().T @ target.double())
+    whole = u @ vh
+    beta = float(((found.double() - whole) * (torch.eye(20) - whole)).sum() / (torch.eye(20) - whole).square().sum())
+    torch.testing.assert_close(found.double(), whole - beta * (whole - torch.eye(20)), atol=1e-4, rtol=1e-4)
+    assert 0 <= beta < 1 and ((source @ found @ classes.T).argmax(1) == labels).all()
+    assert not ((source @ classes.T).argmax(1) == labels).all(), "nothing was to be aligned"
+
+
+def test_template_ensemble() -> None:
+    backbone = tiny_backbone()
+    method = make("zero-shot-ensemble", backbone, Task(WORDS, ("a {} drawn by a child.",)), {})
+    sentences = ["a {} drawn by a child.", *ELEVEN]
+    for k, word in enumerate(WORDS):
+        rows = [unit(backbone.encode_text(backbone.sentences([s.format(word)]))[0]) for s in sentences]
+        expected = unit(torch.stack(rows).mean(0))
+        torch.testing.assert_close(method.class_weights(WORDS)[k].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+# Inside the towers ---------------------------------------------------------------------------------
+
+
+def test_clip_lora_is_a_clip_of_other_weights() -> None:
+    method, _, batch = ready("clip-lora", rank=3, lora_alpha=2.0, lora_dropout=0.0)
+    backbone, merged = method.backbone, copy.deepcopy(method.backbone)
+    state = method.state_dict()
+    towers = {"vision": merged.model.vision_model, "text": merged.model.text_model}
+    changed = 0
+    for side, tower in towers.items():
+        for i, layer in enumerate(tower.encoder.layers):
+            for p in "qkv":
+                key = f"{i}_self_attn_{p}_proj_weight"
+                a, b = state[f"{side}.a.{key}"].double(), state[f"{side}.b.{key}"].double()
+                weight = layer.get_submodule(f"self_attn.{p}_proj").weight
+                weight.data = (weight.double() + 2 / math.sqrt(3) * b @ a).float()
+                changed += 1
+    assert changed == 3 * (backbone.vision_layers + backbone.text_layers) == len(state) // 2
+    texts = merged.encode_text(merged.sentences([f"a photo of a {word}." for word in WORDS]))
+    logits = slow_cosine_logits(method, merged.encode_images(batch.images), texts)
+    check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
+
+
+def test_dropout_of_low_rank_updates() -> None:
+    backbone = tiny_backbone()
+    layers = backbone.model.text_model.encoder.layers
+    lora = LoRA(layers, [1], rank=2, alpha=1.0, names=("q_proj",), dropout=0.4)
+    torch.nn.init.normal_(next(iter(lora.b.values())))
+    (name,) = lora()[1]
+    frozen_weight = layers[1].self_attn.q_proj.weight
+    lora.eval()
+    whole = lora()[1][name] - frozen_weight
+    lora.train()
+    drawn = torch.stack([lora()[1][name] - frozen_weight for _ in range(400)])
+    gone = (drawn == 0).all(1)  # an input feature is there for all outputs, or for none
+    assert float(gone.double().mean()) == pytest.approx(0.4, abs=0.02)
+    kept = drawn[0][:, ~gone[0]]
+    torch.testing.assert_close(kept, (whole / 0.6)[:, ~gone[0]], atol=1e-5, rtol=1e-4)
+
+
+def slow_tower(backbone: Backbone, method: Method, side: str, states: Tensor, causal: bool) -> Tensor:
+    """One sequence [L, D] through a tower with MMA's adapters, layer by layer."""
+    tower = backbone.model.vision_model if side == "vision" else backbone.model.text_model
+    layers, length = tower.encoder.layers, len(states)
+    look = torch.ones(length, length).tril().bool() if causal else torch.ones(length, length).bool()
+    count, scale = len(method.get_submodule("shared")), method.options.adapter_scale  # type: ignore[arg-type]
+    for i, layer in enumerate(layers):
+        out, _ = slow_layer(layer, states, look)
+        n = i - (len(layers) - count)
+        if n >= 0:
+            parts = [method.get_submodule(f"{path}.{n}") for path in (f"{side}.down", "shared", f"{side}.up")]
+            x = slow_norm(layer.layer_norm1, states)
+            x = slow_linear(parts[0], x).clamp_min(0)  # type: ignore[arg-type]
+            x = slow_linear(parts[1], x).clamp_min(0)  # type: ignore[arg-type]
+            out = out + scale * slow_linear(parts[2], x)  # type: ignore[arg-type]
+        states = out
+    return states
+
+
+def test_multi_modal_adapter() -> None:
+    method, _, batch = ready("mma", adapter_layers=2, adapter_dim=6, adapter_scale=0.3)
+    backbone = method.backbone
+    vision, text = backbone.model.vision_model, backbone.model.text_model
+    images = []
+    for pixels in batch.images:
+        states = slow_norm(vision.pre_layrnorm, vision.embeddings(pixels[None])[0].double())
+        last = slow_tower(backbone, method, "vision", states, causal=False)[0]
+        images.append(slow_linear(backbone.model.visual_projection, slow_norm(vision.post_layernorm, last)))
+    classes = []
+    for word in WORDS:
+        one = backbone.sentences([f"a photo of a {word}."])
+        last = slow_tower(backbone, method, "text", one.base[0].double(), causal=True)[int(one.anchor)]
+        classes.append(slow_linear(backbone.model.text_projection, slow_norm(text.final_layer_norm, last)))
+    with torch.no_grad():
+        logits = slow_cosine_logits(method, torch.stack(images), torch.stack(classes))
+    check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
+    plain = make("zero-shot", backbone, TASK, {})
+    assert not torch.allclose(plain.image_features(batch.images), method.image_features(batch.images), atol=1e-3)
+
+
+def test_the_adapters_gradient_is_that_of_scale_one() -> None:
+    """Forward s times, backward once; what flows on to the layer's input is s times it."""
+    method, _, _ = ready("mma", adapter_layers=1, adapter_dim=6, adapter_scale=0.01)
+    tower: Any = method.get_submodule("vision")
+    states = torch.randn(2, 5, 32, requires_grad=True)
+    up = tower.up[0].weight
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(tower(3, states).square().sum() / tower(3, states).detach().norm(), (up, states))
+
+    small, tower.scale = gradients(), 1.0
+    whole = gradients()
+    torch.testing.assert_close(small[0], whole[0])
+    torch.testing.assert_close(small[1], 0.01 * whole[1])
+    assert tower(2, states) is None
+
+
+@pytest.mark.parametrize("side", ["vision", "text"])
+def test_what_the_walk_adds_to_a_layer(side: str) -> None:
+    """`adapt` sees each layer's input and what it returns is added to the output, chunked text or not."""
+    backbone = tiny_backbone()
+    asked: list[tuple[int, Tensor]] = []
+
+    def adapt(layer: int, states: Tensor) -> Tensor | None:
+        asked.append((layer, states))
+        return states.flip(-1) if layer == 1 else None
+
+    def encode(**given: Any) -> Tensor:
+        if side == "vision":
+            return backbone.encode_images(random_images(backbone, 2), **given)
+        return backbone.encode_text(backbone.sentences(["a cat", "two golden retrievers"]), **given)
+
+    tower = backbone.model.vision_model if side == "vision" else backbone.model.text_model
+    found = encode(adapt=adapt)
+    assert [layer for layer, _ in asked] == list(range(len(tower.encoder.layers)))
+    backbone.activation_bytes = 1
+    torch.testing.assert_close(encode(adapt=adapt), found)
+    handle = tower.encoder.layers[1].register_forward_hook(lambda _, given, out: out + given[0].flip(-1))
+    expected = encode()
+    handle.remove()
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, encode())
+
+
+# All of them ---------------------------------------------------------------------------------------
+
+ALL = ["linear-probe", "clip-adapter", "tip-adapter", "tip-adapter-f", "dac-v", "dac-vt", "lfa", "clip-lora", "mma"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_was_learned_travels(name: str) -> None:
+    method, _, batch = ready(name)
+    again = make(name, tiny_backbone(), TASK, {}).eval()
+    again.load_learned({n: t.clone() for n, t in method.state_dict().items()})
+    for words in (WORDS, ("cat", "zebra", "okapi")):
+        one, other = (m.logits(batch.images, m.class_weights(words)) for m in (method, again))
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n not in ("tip-adapter", "dac-v", "lfa")])
+def test_a_long_tail_enters_the_loss(name: str) -> None:
+    method, _, batch = ready(name)
+    plain = sum(float(loss.detach()) for loss in method.training_step(batch).values())
+    method.log_prior = torch.tensor([0.9, 0.05, 0.05]).log()
+    assert sum(float(loss.detach()) for loss in method.training_step(batch).values()) != pytest.approx(plain)
+
+
+def test_options_have_help() -> None:
+    for name in ALL:
+        for field in dataclasses.fields(type(make(name, tiny_backbone(), TASK, {}).options)):
+            assert field.metadata["help"]
