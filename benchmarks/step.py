@@ -21,8 +21,30 @@ from drople.methods import Batch, Method, Progress, Task, make
 def words(count: int) -> tuple[str, ...]:
     """Class names of the usual length: two or three words."""
     colours = ("red", "green", "golden", "spotted", "northern", "old", "small", "wooden", "wild", "striped")
-    things = ("bird", "terrier", "flower", "sports car", "fruit salad", "river bank", "church", "guitar", "cup", "lizard")
-    kinds = ("", "of spring", "type b", "with stripes", "at night", "in snow", "from above", "mark two", "junior", "x")
+    things = (
+        "bird",
+        "terrier",
+        "flower",
+        "sports car",
+        "fruit salad",
+        "river bank",
+        "church",
+        "guitar",
+        "cup",
+        "lizard",
+    )
+    kinds = (
+        "",
+        "of spring",
+        "type b",
+        "with stripes",
+        "at night",
+        "in snow",
+        "from above",
+        "mark two",
+        "junior",
+        "x",
+    )
     names = [f"{c} {t} {k}".strip() for k in kinds for t in things for c in colours]
     return tuple(names[:count])
 
@@ -38,7 +60,9 @@ def step(method: Method, batch: Batch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backbone", default="pocket")
     parser.add_argument("--classes", type=int, default=37)
     parser.add_argument("--batch", type=int, default=32)

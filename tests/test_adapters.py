@@ -31,7 +31,8 @@ def seeded() -> None:
 
 def training_data(backbone: Backbone) -> TrainingData:
     side = backbone.pixels.size + 2
-    images = torch.randint(0, 256, (len(LABELS), 3, side, side), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randint(0, 256, (len(LABELS), 3, side, side), dtype=torch.uint8, generator=generator)
     return TrainingData(images, LABELS, backbone.encode_images(random_images(backbone, len(LABELS))))
 
 
@@ -43,7 +44,7 @@ def ready(name: str, **options: Any) -> tuple[Method, TrainingData, Batch]:
     method.prepare(data)
     with torch.no_grad():
         for parameter in method.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(0.1 * torch.randn_like(parameter))
     images = random_images(backbone, 4, seed=5)
     return method.eval(), data, Batch(images, torch.tensor([2, 0, 1, 1]), data.frozen[:4])
 
@@ -118,7 +119,8 @@ def test_where_a_probe_starts(start: str) -> None:
     method = make("linear-probe", backbone, TASK, {"start": start})
     images = random_images(backbone, 3)
     features, classes = frozen(method, images)
-    expected = slow_cosine_logits(method, features, classes) if start == "text" else torch.zeros(3, 3).double()
+    zero_shot = slow_cosine_logits(method, features, classes)
+    expected = zero_shot if start == "text" else torch.zeros_like(zero_shot)
     found = method.logits(images, method.class_weights(WORDS))
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-4)
 
@@ -256,11 +258,17 @@ def test_alignment_starts_between_procrustes_and_the_identity() -> None:
     method.prepare(TrainingData(torch.zeros(60, 3, 4, 4, dtype=torch.uint8), labels, images))
     found = method.state_dict()["map"]
     source, target = F.normalize(images, dim=-1), classes[labels]
-    u, _, vh = torch.linalg.svd(source.double().T @ target.double())
-    whole = u @ vh
-    beta = float(((found.double() - whole) * (torch.eye(20) - whole)).sum() / (torch.eye(20) - whole).square().sum())
-    torch.testing.assert_close(found.double(), whole - beta * (whole - torch.eye(20)), atol=1e-4, rtol=1e-4)
-    assert 0 <= beta < 1 and ((source @ found @ classes.T).argmax(1) == labels).all()
+    product = source.double().T @ target.double()
+    # Three classes leave most of the rotation free: it is known by being one, and by its trace being largest.
+    rotations = []
+    for beta in (n / 24 for n in range(24)):
+        rotation = (found.double() - beta * torch.eye(20)) / (1 - beta)
+        if torch.allclose(rotation @ rotation.T, torch.eye(20).double(), atol=1e-4):
+            rotations.append(rotation)
+    assert rotations, "no mixture of a rotation and the identity"
+    largest = float(torch.linalg.svdvals(product).sum())
+    assert float((rotations[0] * product).sum()) == pytest.approx(largest, rel=1e-4)
+    assert ((source @ found @ classes.T).argmax(1) == labels).all()
     assert not ((source @ classes.T).argmax(1) == labels).all(), "nothing was to be aligned"
 
 
@@ -350,8 +358,8 @@ def test_multi_modal_adapter() -> None:
     with torch.no_grad():
         logits = slow_cosine_logits(method, torch.stack(images), torch.stack(classes))
     check(method, batch, logits, {"cross_entropy": slow_cross_entropy(logits, batch.labels)})
-    plain = make("zero-shot", backbone, TASK, {})
-    assert not torch.allclose(plain.image_features(batch.images), method.image_features(batch.images), atol=1e-3)
+    without = backbone.encode_images(batch.images)
+    assert not torch.allclose(without, method.image_features(batch.images), atol=1e-3)
 
 
 def test_the_adapters_gradient_is_that_of_scale_one() -> None:
@@ -362,7 +370,8 @@ def test_the_adapters_gradient_is_that_of_scale_one() -> None:
     up = tower.up[0].weight
 
     def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(tower(3, states).square().sum() / tower(3, states).detach().norm(), (up, states))
+        added = tower(3, states)
+        return torch.autograd.grad(added.square().sum() / added.detach().norm(), (up, states))
 
     small, tower.scale = gradients(), 1.0
     whole = gradients()
@@ -400,7 +409,17 @@ def test_what_the_walk_adds_to_a_layer(side: str) -> None:
 
 # All of them ---------------------------------------------------------------------------------------
 
-ALL = ["linear-probe", "clip-adapter", "tip-adapter", "tip-adapter-f", "dac-v", "dac-vt", "lfa", "clip-lora", "mma"]
+ALL = [
+    "linear-probe",
+    "clip-adapter",
+    "tip-adapter",
+    "tip-adapter-f",
+    "dac-v",
+    "dac-vt",
+    "lfa",
+    "clip-lora",
+    "mma",
+]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,8 +1,8 @@
 """The prompt learners of the field against slow references written from their papers.
 
-A reference takes one image and one class at a time, in float64, and knows nothing of the methods: it is handed
-the numbers they learned. The plain images have features of their own, so that a loss which mixes up the views
-shows.
+A reference takes one image and one class at a time, in float64, and knows nothing of the methods: it is
+handed the numbers they learned. The plain images have features of their own, so that a loss which mixes up
+the views shows.
 """
 
 import math
@@ -25,14 +25,14 @@ from drople.templates import ELEVEN
 WORDS = ("cat", "grand piano", "zebra crossing", "okapi")
 TEMPLATE = "a photo of a {}."
 TASK = Task(WORDS, (TEMPLATE,))
-NAMES = ["cocoop", "coprompt", "kgcoop", "maple", "prograd", "promptsrc", "tcp"]
+NAMES = ["cocoop", "coprompt", "dekgtcp", "kgcoop", "maple", "prograd", "promptsrc", "tcp"]
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # float32 against float64, through towers and a logit scale of 14
 
 Prompts = Mapping[int, Tensor]
 
 
 def slow_text(backbone: Backbone, text: str, prompts: Prompts | None = None, length: int = 0) -> Tensor:
-    """One sentence: `length` prompts before its words; `prompts[i]` [M, D] take their places before layer i."""
+    """One sentence: `length` prompts before its words; `prompts[i]` [M, D] take their places at layer i."""
     prompts = prompts or {}
     tower = backbone.model.text_model
     words = backbone.tokenizer.words(text)
@@ -140,7 +140,8 @@ def test_prompts_of_all_are_those_of_each() -> None:
     torch.testing.assert_close(
         backbone.encode_text(sentences, prompts=prompts[:, None].expand(-1, len(WORDS), -1, -1)), shared
     )
-    torch.testing.assert_close(backbone.encode_text(sentences.repeated(3), prompts=prompts), shared.repeat(3, 1))
+    thrice = backbone.encode_text(sentences.repeated(3), prompts=prompts)
+    torch.testing.assert_close(thrice, shared.repeat(3, 1))
 
 
 # CoCoOp ----------------------------------------------------------------------------------------------
@@ -195,9 +196,8 @@ def test_kgcoop_pulls_to_the_frozen_classes() -> None:
     context = by_layer(method.text_prompts.prompts)
     classes = [slow_text(backbone, w, context, 4) for w in WORDS]
     logits = [slow_logits(backbone, slow_image(backbone, image), classes) for image in batch.images]
-    distance = sum(
-        number((unit(c) - unit(f)).square().sum()) for c, f in zip(classes, frozen_text(backbone), strict=True)
-    )
+    frozen = frozen_text(backbone)
+    distance = sum(number((unit(c) - unit(f)).square().sum()) for c, f in zip(classes, frozen, strict=True))
     losses = method.training_step(batch)
     close(losses["cross_entropy"], slow_cross_entropy(logits, batch.labels))
     close(losses["knowledge"], torch.tensor(3.0 * distance / len(WORDS)))
@@ -229,7 +229,8 @@ def test_prograd_projects_the_gradient(conflict: bool, activation_bytes: int) ->
     for n, row in enumerate(logits):
         agree = []
         for k in range(len(WORDS)):
-            (towards,) = torch.autograd.grad(slow_cross_entropy([row], torch.tensor([k])), context, retain_graph=True)
+            loss = slow_cross_entropy([row], torch.tensor([k]))
+            (towards,) = torch.autograd.grad(loss, context, retain_graph=True)
             agree.append(float((towards * g_g).sum()))
         labels[n] = agree.index(min(agree) if conflict else max(agree))
     own = slow_cross_entropy(logits, labels)
@@ -283,9 +284,11 @@ def test_maple_couples_the_visual_prompts_to_the_text_prompts() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in method.parameters())
 
 
-def test_maple_is_as_large_as_the_authors_says() -> None:
+def test_maple_is_as_large_as_its_authors_say() -> None:
     """3.55 M parameters on ViT-B/16 (its paper's table): 9 couplings of 512 x 768 and 9 x 2 prompts."""
-    backbone = tiny_backbone(text_width=512, text_heads=8, text_layers=9, vision_width=768, vision_heads=12, vision_layers=9)
+    backbone = tiny_backbone(
+        text_width=512, text_heads=8, text_layers=9, vision_width=768, vision_heads=12, vision_layers=9
+    )
     assert make("maple", backbone, TASK, {}).trainable == 9 * (512 * 768 + 768 + 2 * 512) == 3_555_072
 
 
@@ -295,7 +298,8 @@ def test_maple_is_as_large_as_the_authors_says() -> None:
 @pytest.mark.parametrize("view", ["same", "plain"])
 def test_promptsrc_regularises_features_and_predictions(view: str) -> None:
     backbone = tiny_backbone()
-    method, batch = made("promptsrc", backbone, text_depth=2, visual_depth=3, frozen_view=view), batch_of(backbone)
+    method = made("promptsrc", backbone, text_depth=2, visual_depth=3, frozen_view=view)
+    batch = batch_of(backbone)
     text, visual = (by_layer(p.prompts.prompts) for p in (method.text_prompts, method.visual_prompts))
     classes = [slow_text(backbone, w, text, 4) for w in WORDS]
     images = [slow_image(backbone, image, visual) for image in batch.images]
@@ -328,20 +332,27 @@ def normal(x: float, mean: float, std: float) -> float:
     return math.exp(-0.5 * ((x - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
 
 
+@torch.no_grad()
+def move(method: Any, step: int) -> None:
+    """A step of training as far as aggregation sees it."""
+    for parameter in method.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+
+
 def epochs_of_prompts(method: Any, epochs: int, steps: int) -> list[Tensor]:
-    """Training as far as aggregation sees it: each step moves the prompts; the prompts at each epoch's end."""
+    """The prompts at each epoch's end."""
     ends = []
     for step in range(epochs * steps):
         method.advance(Progress(step, epochs * steps, step // steps, epochs))
-        with torch.no_grad():
-            for parameter in method.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        move(method, step)
         if (step + 1) % steps == 0:
             ends.append(method.visual_prompts.prompts.prompts.detach().double().clone())
     return ends
 
 
-@pytest.mark.parametrize(("epochs", "mean", "std"), [(20, 15, 1), (5, 3, 3), (4, 3.6, 0.4), (1, 0.75, 0.05), (50, 45, 0.1)])
+@pytest.mark.parametrize(
+    ("epochs", "mean", "std"), [(20, 15, 1), (5, 3, 3), (4, 3.6, 0.4), (1, 0.75, 0.05), (50, 45, 0.1)]
+)
 def test_promptsrc_aggregates_the_prompts_of_the_epochs(epochs: int, mean: float, std: float) -> None:
     method = make("promptsrc", tiny_backbone(), TASK, {"gpa_mean": mean / epochs, "gpa_std": std / epochs})
     ends = epochs_of_prompts(method, epochs, steps=3)
@@ -377,9 +388,7 @@ def test_promptsrc_resumes_its_aggregate_exactly(stop: int) -> None:
                 method = make("promptsrc", tiny_backbone(), TASK, options)
                 method.load_learned(saved)
             method.advance(Progress(step, 9, step // 3, 3))
-            with torch.no_grad():
-                for parameter in method.parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+            move(method, step)
         results.append(method.eval().state_dict() | {"used": method.text_states()})
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
@@ -398,19 +407,24 @@ def slow_adapter(adapter: Any, z: Tensor, share: float) -> Tensor:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_coprompt_is_consistent_with_another_sentence_and_another_view(seed: int) -> None:
     backbone = tiny_backbone()
-    method, batch = made("coprompt", backbone, length=3, consistency=2.0, image_adapter=0.3), batch_of(backbone)
+    method = made("coprompt", backbone, length=3, consistency=2.0, image_adapter=0.3)
+    batch = batch_of(backbone)
     coupled = method.visual_prompts
     text, visual = by_layer(coupled.text.prompts), slow_coupled(coupled)
-    classes = [slow_adapter(method.text_adapter, slow_text(backbone, f"a {w}", text, 3), 0.2) for w in WORDS]
-    images = [slow_adapter(method.image_adapter, slow_image(backbone, i, visual), 0.3) for i in batch.images]
+    said = [slow_text(backbone, f"a {w}", text, 3) for w in WORDS]
+    classes = [slow_adapter(method.text_adapter, z, 0.2) for z in said]
+    seen = [slow_image(backbone, image, visual) for image in batch.images]
+    images = [slow_adapter(method.image_adapter, z, 0.3) for z in seen]
     logits = [slow_logits(backbone, x, classes) for x in images]
     torch.manual_seed(seed)
     losses = method.training_step(batch)
     texts = []
     for template in dict.fromkeys([TEMPLATE, *ELEVEN]):
         frozen = frozen_text(backbone, template=template)
-        texts.append(sum(1 - number(unit(c) @ unit(f)) for c, f in zip(classes, frozen, strict=True)) / len(WORDS))
-    image = sum(1 - number(unit(x) @ unit(f.double())) for x, f in zip(images, batch.frozen, strict=True)) / 3
+        apart = [1 - number(unit(c) @ unit(f)) for c, f in zip(classes, frozen, strict=True)]
+        texts.append(sum(apart) / len(WORDS))
+    apart = [1 - number(unit(x) @ unit(f.double())) for x, f in zip(images, batch.frozen, strict=True)]
+    image = sum(apart) / len(images)
     torch.manual_seed(seed)
     drawn = int(torch.randint(len(texts), (1,)))
     assert len({round(t, 4) for t in texts}) == len(texts)
@@ -446,6 +460,26 @@ def test_tcp_gives_each_class_its_own_prompts(layer: int, activation_bytes: int)
     close(method.class_features(unseen), torch.stack([slow_tcp(method, backbone, w) for w in unseen]))
     torch.stack(list(losses.values())).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in method.parameters())
+
+
+def test_dekgtcp_asks_for_independence_of_the_frozen_classes() -> None:
+    backbone = tiny_backbone()
+    method, batch = made("dekgtcp", backbone, class_layer=1), batch_of(backbone)
+    learned = torch.stack([slow_tcp(method, backbone, w) for w in WORDS]).detach()
+    frozen = torch.stack([unit(f) for f in frozen_text(backbone)]).detach()
+    count = len(WORDS)
+    kernels = []
+    for rows in (learned, frozen):
+        norm = math.sqrt(sum(float(x) ** 2 for x in rows.flatten()))
+        kernels.append(torch.tensor([[float(a @ b) / norm**2 for b in rows] for a in rows]).double())
+    centre = torch.eye(count).double() - 1 / count
+    hsic = torch.trace(centre @ kernels[0] @ centre @ kernels[1])
+    apart = sum(1 - number(unit(c) @ unit(f)) for c, f in zip(learned, frozen, strict=True)) / count
+    losses = method.training_step(batch)
+    assert list(losses) == ["cross_entropy", "knowledge", "divergence"]
+    close(losses["divergence"], 6 * hsic)
+    close(losses["knowledge"], torch.tensor(8 * apart))
+    close(method.class_features(WORDS), learned)
 
 
 def test_tcp_says_where_its_prompts_enter_a_shallow_tower() -> None:

@@ -27,9 +27,9 @@ from drople.data.images import decode, normalise
 from drople.data.shots import only_classes
 from drople.learner import ROOM
 from drople.methods import Method, Task, make
+from drople.methods.base import TrainingData
 from drople.metrics import harmonic_mean
 from drople.options import build, names
-from drople.methods.base import TrainingData
 from drople.training import Training, TrainingOptions
 
 TEMPLATES = {
@@ -49,11 +49,15 @@ class Pictures:
         self.place = {str(path): number for number, path in enumerate(paths)}
         pixels = backbone.pixels
         plain, _, _ = decode(paths, pixels.size, pixels.resample, strict=True)
-        roomy, _, _ = decode([e.image for e in data.train], round(pixels.size * ROOM), pixels.resample, strict=True)
+        roomy, _, _ = decode(
+            [e.image for e in data.train], round(pixels.size * ROOM), pixels.resample, strict=True
+        )
         self.plain, self.roomy = plain.to(device), roomy.to(device)
         self.train_place = {str(e.image): number for number, e in enumerate(data.train)}
         with torch.no_grad():
-            parts = [backbone.encode_images(normalise(p, pixels, backbone.dtype)) for p in self.plain.split(256)]
+            parts = [
+                backbone.encode_images(normalise(p, pixels, backbone.dtype)) for p in self.plain.split(256)
+            ]
         self.frozen = torch.cat(parts)
 
     def rows(self, examples: list[Example] | tuple[Example, ...]) -> Tensor:
@@ -74,7 +78,9 @@ def dataset(name: str) -> tuple[ImageData, Pictures]:
     return _worker["datasets"][name]
 
 
-def accuracy(method: Method, pictures: Pictures, words: tuple[str, ...], examples: tuple[Example, ...]) -> float | None:
+def accuracy(
+    method: Method, pictures: Pictures, words: tuple[str, ...], examples: tuple[Example, ...]
+) -> float | None:
     if not examples:
         return None
     backbone, right = method.backbone, 0.0
@@ -101,7 +107,9 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     record = dict(task)
     rows = pictures.rows(chosen)
     if list(method.parameters()):
-        train_rows = torch.tensor([pictures.train_place[str(e.image)] for e in chosen], device=backbone.device)
+        train_rows = torch.tensor(
+            [pictures.train_place[str(e.image)] for e in chosen], device=backbone.device
+        )
         labels = torch.tensor([e.label for e in chosen], device=backbone.device)
         few = TrainingData(pictures.roomy[train_rows], labels, pictures.frozen[rows])
         training = Training(method, few, training_options, seed=task["seed"], precision="bf16")
@@ -123,14 +131,24 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
 def tasks(grid: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"variant": name, "dataset": data, "seed": seed, "protocol": grid["protocol"], "shots": grid.get("shots", 16)}
+        {
+            "variant": name,
+            "dataset": data,
+            "seed": seed,
+            "protocol": grid["protocol"],
+            "shots": grid.get("shots", 16),
+        }
         | {"method": variant["method"], "options": grid.get("common", {}) | variant.get("options", {})}
-        for seed, data, (name, variant) in itertools.product(grid["seeds"], grid["datasets"], grid["variants"].items())
+        for seed, data, (name, variant) in itertools.product(
+            grid["seeds"], grid["datasets"], grid["variants"].items()
+        )
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--grid", type=Path, required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--backbone", default="pocket")

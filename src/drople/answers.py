@@ -122,7 +122,8 @@ def refuse_failures(records: Sequence[dict[str, Any]]) -> None:
     if failed:
         raise DropleError(
             f"{len(failed)} of {len(records)} runs failed; the first, {failed[0]['label']} on "
-            f"{failed[0]['dataset']}: {failed[0]['error'].rstrip('.')}. Their records say why; --retry-failed tries them again."
+            f"{failed[0]['dataset']}: {failed[0]['error'].rstrip('.')}. Their records say why; --retry-failed "
+            "tries them again."
         )
 
 

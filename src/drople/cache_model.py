@@ -21,7 +21,9 @@ class CacheModel(nn.Module):
     alpha: Tensor
     beta: Tensor
 
-    def __init__(self, width: int, classes: int, *, alpha: float, beta: float, learn_keys: bool = False) -> None:
+    def __init__(
+        self, width: int, classes: int, *, alpha: float, beta: float, learn_keys: bool = False
+    ) -> None:
         super().__init__()
         self.classes = classes
         keys = torch.zeros(0, width)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drople.backbone.tokens import Tokens
@@ -186,7 +187,7 @@ class TokenDropout:
         return (class_score if name == "class" else self_score)(self._attention, tokens)
 
     def take_kept(self) -> list[tuple[Tensor, Tensor]]:
-        """The kept (states, real) of each layer. Recomputing a chunk in the backward pass fills a new dict."""
+        """The kept (states, real) of each layer. Recomputing a chunk in the backward pass fills a new one."""
         kept, self.kept = self.kept, {}
         return [kept[layer] for layer in sorted(kept)]
 
@@ -249,7 +250,7 @@ def _add_padded(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tup
 
     def fill(states: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         missing = length - states.shape[1]
-        return torch.nn.functional.pad(states, (0, 0, 0, missing)), torch.nn.functional.pad(real, (0, missing))
+        return F.pad(states, (0, 0, 0, missing)), F.pad(real, (0, missing))
 
     (a, b), (c, d) = fill(*one), fill(*other)
     return a + c, b | d

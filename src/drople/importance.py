@@ -71,7 +71,9 @@ class Bridge(nn.Module):
         gathered = self.attention(modality, states, real).to(states.dtype) @ states
         return self.project[modality](gathered.float())
 
-    def alignment(self, vision: Sequence[tuple[Tensor, Tensor]], text: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def alignment(
+        self, vision: Sequence[tuple[Tensor, Tensor]], text: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         """The alignment loss of the released code: (1 - cos)/2 between what a bridge token gathers of an
         image and of the text of its class, mean over bridge tokens, samples and layers.
 

@@ -129,7 +129,7 @@ class PromptLearner:
             return self._restore(folder)
         training = Training(
             self.method_,
-            self._training_data(chosen),
+            self._training_data(chosen if self.method_.learns else ()),
             training_options,
             seed=self.seed,
             precision=self.precision,
@@ -258,15 +258,14 @@ class PromptLearner:
                 sources, round(pixels.size * ROOM), pixels.resample, strict=self.strict, progress=update
             )
         self._say_bad(bad)
-        if not good:
+        if sources and not good:
             raise DropleError("none of the training images can be read: see the list above.")
-        labels = torch.tensor([chosen[i].label for i in good])
+        labels = torch.tensor([chosen[i].label for i in good], dtype=torch.long)
+        frozen = [torch.empty(0, backbone.embed_dim, device=device)]
         with self.progress.task("frozen features", len(good)) as update:
-            frozen = [
-                features
-                for features, *_ in self._encode([sources[i] for i in good], [_frozen], update)
-            ]
-        return TrainingData(images.to(device), labels.to(device), torch.cat([f[0] for f in frozen]))
+            for features, *_ in self._encode([sources[i] for i in good], [_frozen], update):
+                frozen += features
+        return TrainingData(images.to(device), labels.to(device), torch.cat(frozen))
 
     def _batches(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised images and their labels, a batch at a time."""
@@ -380,6 +379,12 @@ class PromptLearner:
         if zero_shot:
             extra["zero_shot_accuracy"] = metrics.accuracy(logits[1], truth)
         return result | extra
+
+    def logits(self, images: Any) -> tuple[Tensor, list[int], list[BadImage]]:
+        """Logits [N_good, K] over the classes trained on, not yet divided by the temperature; which images
+        they are of, and the ones left out."""
+        self._check_fitted()
+        return self._logits(as_sources(images), self.words_, "judging images")
 
     def zero_shot_logits(self, images: Any) -> Tensor:
         """What the untrained model says of images, over the classes trained on."""

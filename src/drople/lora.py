@@ -45,7 +45,8 @@ class LoRA(nn.Module):
 
     def forward(self) -> dict[int, dict[str, Tensor]]:
         weights: dict[int, dict[str, Tensor]] = {}
-        for ((i, name), weight), a, b in zip(self.frozen.items(), self.a.values(), self.b.values(), strict=True):
+        parts = zip(self.frozen.items(), self.a.values(), self.b.values(), strict=True)
+        for ((i, name), weight), a, b in parts:
             if self.training and self.dropout:
                 a = a * F.dropout(torch.ones_like(a[:1]), self.dropout)
             weights.setdefault(i, {})[name] = weight + (self.scale * b @ a).to(weight.dtype)

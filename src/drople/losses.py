@@ -43,3 +43,10 @@ def with_gradient(loss: Tensor, at: Tensor, gradient: Tensor) -> Tensor:
     """The value of `loss` with another gradient at `at`, for methods that change gradients, not losses."""
     surrogate = (at * gradient.detach()).sum()
     return loss.detach() + (surrogate - surrogate.detach())
+
+
+def hsic(learned: Tensor, frozen: Tensor) -> Tensor:
+    """Hilbert-Schmidt independence criterion with linear kernels, `tr(H K H K')` for rows [K, E] that are
+    divided by their Frobenius norm (DeKg): with centred rows the squared norm of their cross-covariance."""
+    centred, other = (x / x.norm() - (x / x.norm()).mean(0) for x in (learned, frozen))
+    return (centred.T @ other).square().sum()

@@ -1,9 +1,9 @@
 """The non-linear residual of the paper's appendix C: `z^d = MLP([z^o; z^r])` instead of a linear mixture.
 
-It cannot be inverted, so z^r has to be guessed. Our reading: a second network guesses it, `z^r = Q([z^d; z^o])`,
-and both learn together by rebuilding z^d: `L = 1 - cos(MLP([z^o; Q([z^d; z^o])]), z^d)`. Residual entropy then
-looks at the guess. It trains what gives z^d and not Q, which would otherwise learn to guess what has a high
-entropy.
+It cannot be inverted, so z^r has to be guessed. Our reading: a second network guesses it,
+`z^r = Q([z^d; z^o])`, and both learn together by rebuilding z^d: `L = 1 - cos(MLP([z^o; z^r]), z^d)`, its
+weight 1. Residual entropy then looks at the guess. It trains what gives z^d and not Q, which would otherwise
+learn to guess what has a high entropy.
 """
 
 import torch

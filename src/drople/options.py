@@ -41,7 +41,13 @@ def check_range(name: str, value: float, low: float | None = None, high: float |
     if not math.isfinite(value):
         raise DropleError(f"option {name} is {value}: it must be a finite number.")
     if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+        bounds = (
+            f"at least {low}"
+            if high is None
+            else f"at most {high}"
+            if low is None
+            else f"from {low} to {high}"
+        )
         raise DropleError(f"option {name} is {value}: it must be {bounds}.")
 
 
@@ -72,7 +78,9 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         try:
             number = hint(value)
         except (TypeError, ValueError, OverflowError):
-            raise DropleError(f"option {name} is {value!r}: it must be a {'whole ' * (hint is int)}number.") from None
+            raise DropleError(
+                f"option {name} is {value!r}: it must be a {'whole ' * (hint is int)}number."
+            ) from None
         if hint is int and isinstance(value, float) and value != number:
             raise DropleError(f"option {name} is {value!r}: it must be a whole number.")
         return number

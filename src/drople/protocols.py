@@ -39,7 +39,7 @@ from drople.records import read_json, write_json
 
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
-SHOTS = {"few-shot": (1, 2, 4, 8, 16)}
+SHOTS: dict[str, Sequence[int | None]] = {"few-shot": (1, 2, 4, 8, 16)}
 # Of what is left when a fifth is held out for validation: with it, CoOp's half, a fifth and three tenths.
 TEST_SHARE = 3 / 8
 # PACS has a test split a domain and none called test; its training images are photos.
@@ -100,12 +100,10 @@ def find_data(name: str, root: Path) -> tuple[ImageData, str]:
     if PACS_SOURCE in data.extra:
         others = {split: found for split, found in data.extra.items() if split != PACS_SOURCE}
         return replace(data, test=data.extra[PACS_SOURCE], extra=others), template
-    groups = by_label(data.train)
-    test = {
-        id(example)
-        for label, members in groups.items()
-        for example in random.Random(f"test/{data.classes[label]}").sample(members, round(TEST_SHARE * len(members)))
-    }
+    test: set[int] = set()
+    for label, members in by_label(data.train).items():
+        draw = random.Random(f"test/{data.classes[label]}")
+        test.update(id(example) for example in draw.sample(members, round(TEST_SHARE * len(members))))
     note = f"no test part: {len(test)} of the training images drawn for it"
     return (
         replace(
@@ -122,8 +120,8 @@ def base_to_novel(data: ImageData, run: Run, root: Path) -> tuple[ImageData, lis
     """The first half of the classes trains; both halves are tested, each among its own classes."""
     if len(data.classes) < 4:
         raise DropleError(
-            f"{run.dataset} has {len(data.classes)} classes: {run.protocol} needs four or more, or a half has one "
-            "class and nothing to tell it from."
+            f"{run.dataset} has {len(data.classes)} classes: {run.protocol} needs four or more, or a half has "
+            "one class and nothing to tell it from."
         )
     base, novel = (only_classes(data, labels) for labels in base_novel(data.classes))
     return without_tests(base), [("base", base, "test"), ("novel", novel, "test")]
@@ -203,7 +201,7 @@ def plan(
             f"several tests would be called {' and '.join(twice)} in one record: give each target once, in a "
             "folder of its own name."
         )
-    shots = shots or SHOTS.get(protocol, (16,))
+    numbers = shots or SHOTS.get(protocol, (16,))
     return [
         Run(
             protocol,
@@ -217,7 +215,7 @@ def plan(
         )
         for seed in seeds
         for dataset in names
-        for number in shots
+        for number in numbers
         for method in methods
     ]
 

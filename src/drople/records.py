@@ -43,7 +43,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise DropleError(f"{path.parent} has no {path.name}: it is not a finished run of drople fit.") from None
+        raise DropleError(
+            f"{path.parent} has no {path.name}: it is not a finished run of drople fit."
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DropleError(f"{path} cannot be read ({error}): copy the run again, or train anew.") from None
     if not isinstance(content, dict):
@@ -51,7 +53,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # One entry: safetensors writes several in an order that differs from process to process.
     packed = {METADATA: json.dumps(dict(metadata), sort_keys=True)} if metadata else None
@@ -65,6 +69,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             packed = (file.metadata() or {}).get(METADATA, "{}")
             return {name: file.get_tensor(name) for name in file.keys()}, json.loads(packed)  # noqa: SIM118
     except FileNotFoundError:
-        raise DropleError(f"{path.parent} has no {path.name}: it is not a finished run of drople fit.") from None
+        raise DropleError(
+            f"{path.parent} has no {path.name}: it is not a finished run of drople fit."
+        ) from None
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DropleError(f"{path} is damaged ({error}): copy the run again, or train anew.") from None

@@ -66,7 +66,7 @@ class DropleOptions:
     lambda0: float = option(0.1, "lambda_0 of the schedule (paper, released 0.1)", low=0, high=1)
     lambda_by: Literal["iteration", "epoch"] = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
     residual: Residual = option(
-        "linear", "z^r from a mixture (paper), or nonlinear: guessed by a network (its appendix C); lambda is not used then"
+        "linear", "z^r from a mixture (paper), or nonlinear: guessed by a network, without lambda (its appendix C)"
     )
     residual_on: ResidualOn = option(
         "embeddings", "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)"
@@ -76,8 +76,8 @@ class DropleOptions:
     l1_text: float = option(0.0, "weight of L1 between learned and frozen class features (released 25)", low=0)
     l1_image: float = option(0.0, "weight of L1 between learned and frozen image features (released 10)", low=0)
     kl: float = option(0.0, "weight of KL between learned and frozen predictions (released 2.5)", low=0)
-    l2: float = option(0.0, "weight of L2 between learned and frozen features, both modalities (the baseline's pull)", low=0)
-    cosine: float = option(0.0, "weight of 1 - cosine between learned and frozen features (CoPrompt's, an ablation)", low=0)
+    l2: float = option(0.0, "weight of L2 between learned and frozen features (the baseline's pull)", low=0)
+    cosine: float = option(0.0, "weight of 1 - cosine between them (CoPrompt's pull, an ablation)", low=0)
 
     def __post_init__(self) -> None:
         if self.p_min > self.p_max:

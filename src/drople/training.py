@@ -44,7 +44,9 @@ class TrainingOptions:
     optimizer: Literal["adamw", "sgd"] = option("adamw", "adamw (released) or sgd with momentum 0.9")
     lr: float = option(2e-3, "peak learning rate of the prompts (released 2e-4)", low=0)
     weight_decay: float = option(5e-4, "weight decay (released 5e-5)", low=0)
-    warmup: float = option(0.05, "share of the steps in which the rate rises; then a cosine to 0", low=0, high=1)
+    warmup: float = option(
+        0.05, "share of the steps in which the rate rises; then a cosine to 0", low=0, high=1
+    )
     clip_norm: float = option(1.0, "largest norm of the gradient; 0 is no limit", low=0)
     loss: Literal["cross_entropy", "logit_adjusted"] = option(
         "cross_entropy", "cross_entropy, or logit_adjusted by class frequency for a long tail"
@@ -80,7 +82,9 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 def augment(images: Tensor, size: int, patch: int, kind: Augmentation) -> Tensor:
     """uint8 images at training size to float pixels 0..255 at the backbone's size."""
     if kind == "none":
-        return torch.nn.functional.interpolate(images.float(), size=(size, size), mode="bilinear", antialias=True)
+        return torch.nn.functional.interpolate(
+            images.float(), size=(size, size), mode="bilinear", antialias=True
+        )
     cropped = random_resized_crop_flip(images, size)
     return patch_randaugment(cropped, patch) if kind == "patch_randaugment" else cropped
 
@@ -129,7 +133,12 @@ class Training:
         self.step = 0
         self.graphed: GraphedStep | None = None
         one = self.accelerator.num_processes == 1 and precision != "fp16"
-        if device.type == "cuda" and one and method.fixed_shapes and options.augmentation != "patch_randaugment":
+        if (
+            device.type == "cuda"
+            and one
+            and method.fixed_shapes
+            and options.augmentation != "patch_randaugment"
+        ):
             self.graphed = GraphedStep(self._gradients, method)
         self.pending: list[dict[str, Any]] = []
 
@@ -263,7 +272,9 @@ class Training:
                 raise ValueError(f"{LOG} is shorter than it was")
             os.truncate(log, int(metadata["log_bytes"]))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
-            raise DropleError(f"{path} does not fit this run ({error}): train anew without --resume.") from None
+            raise DropleError(
+                f"{path} does not fit this run ({error}): train anew without --resume."
+            ) from None
         if self.accelerator.scaler is not None and metadata.get("scale"):
             self.accelerator.scaler.update(float(metadata["scale"]))
 

@@ -1,10 +1,10 @@
 """Adaptive dropout that looks at one modality alone: what the paper's appendix D compares DroPLe with.
 
-Each gives a token a value in [0, 1] that takes the place of the importance: `p = p_max - value (p_max - p_min)`.
+Each gives a token a value in [0, 1] in place of the importance: `p = p_max - value (p_max - p_min)`.
 
-- group: Ke et al., "Group-wise Dynamic Dropout Based on Latent Semantic Variations", AAAI 2020. The tokens of a
-  sequence are projected onto their two principal components and counted on a grid; where many stand they
-  repeat each other and drop more often.
+- group: Ke et al., "Group-wise Dynamic Dropout Based on Latent Semantic Variations", AAAI 2020. The tokens
+  of a sequence are projected onto their two principal components and counted on a grid; where many stand
+  they repeat each other and drop more often.
 - standout: Ba, Frey, "Adaptive dropout for training deep neural networks", NIPS 2013. A learned probability:
   `value = sigmoid(w x + b)`, one w and b a modality.
 
@@ -35,7 +35,8 @@ def principal_coordinates(states: Tensor, counted: Tensor) -> Tensor:
     gram = centred @ centred.transpose(1, 2)
     places = torch.arange(states.shape[1], device=states.device)
     # Any start that is no eigenvector will do; this one is the same every time.
-    basis = torch.stack([torch.cos(1.7 * places), torch.cos(2.9 * places + 1)], -1).expand(len(states), -1, -1)
+    start = torch.stack([torch.cos(1.7 * places), torch.cos(2.9 * places + 1)], -1)
+    basis = start.expand(len(states), -1, -1)
     for _ in range(ITERATIONS):
         first, second = (gram @ basis).unbind(-1)
         first = F.normalize(first, dim=-1)

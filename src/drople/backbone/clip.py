@@ -142,7 +142,8 @@ class Backbone:
             ids, *_, text = rows[lengths.index(longest)]
             raise DropleError(
                 f"{text!r} has {len(ids)} tokens; with {prompts} prompt tokens that is {longest}, and "
-                f"{self.name} has {self.positions} positions. Shorten the name or the template, or use fewer prompts."
+                f"{self.name} has {self.positions} positions. Shorten the name or the template, or use fewer "
+                "prompts."
             )
         count = len(rows)
         table = torch.full((count, longest), tokenizer.eos)

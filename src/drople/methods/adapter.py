@@ -70,11 +70,11 @@ class FeatureAdapter(Method):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    cache_alpha: float = option(1.17, "weight of the cache's votes until validation chooses (authors 1.17 to 10)", low=0)
-    cache_beta: float = option(1.0, "sharpness of the cache until validation chooses (authors 1)", low=0)
+    cache_alpha: float = option(1.17, "weight of the cache before the search (authors 1.17 to 10)", low=0)
+    cache_beta: float = option(1.0, "sharpness of the cache before the search (authors 1)", low=0)
     largest_alpha: float = option(10.0, "alpha is searched below this (authors 3 to 50, by dataset)", low=0.1)
     largest_beta: float = option(12.0, "beta is searched below this (authors 7 to 50, by dataset)", low=0.1)
-    cache_views: int = option(10, "augmented views averaged into a key (authors 10); 0 is the plain image", low=0)
+    cache_views: int = option(10, "random crops averaged into a key (authors 10); 0: the plain image", low=0)
 
 
 class CacheAdapter(FeatureAdapter):

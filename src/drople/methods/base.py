@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drople.backbone import Backbone
 from drople.backbone.clip import LayerWeights
 from drople.losses import cross_entropy
-from drople.regulariser import Branches, Regulariser, Progress
+from drople.regulariser import Branches, Progress, Regulariser
 
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -89,7 +89,7 @@ class Method(nn.Module, ABC):
         """Shown the training images once, before the first step: caches and closed forms are made here."""
 
     def select(self, images: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
-        """After training, validation batches (normalised images, labels) for what is searched, not learned."""
+        """After training: validation batches (normalised images, labels) for what is searched."""
 
     @abstractmethod
     def training_step(self, batch: Batch) -> dict[str, Tensor]:
@@ -134,6 +134,11 @@ class Method(nn.Module, ABC):
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """What the optimiser gets; a method may give some of its parameters another rate."""
         return [{"params": list(self.parameters()), "lr": lr}]
+
+    @property
+    def learns(self) -> bool:
+        """Whether it looks at the training images at all."""
+        return self.trainable > 0 or type(self).prepare is not Method.prepare
 
     @property
     def trainable(self) -> int:

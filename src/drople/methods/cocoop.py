@@ -3,18 +3,18 @@
 Zhou, Yang, Loy, Liu. "Conditional Prompt Learning for Vision-Language Models." CVPR 2022. Published average
 over 11 datasets, base-to-novel, ViT-B/16: 80.47 / 71.69 / 75.83.
 
-A meta-net h (linear, ReLU, linear; the hidden layer 16 times narrower than the features) turns an image into a
-shift of every context vector, so each image has its own class features:
+A meta-net h (linear, ReLU, linear; the hidden layer 16 times narrower than the features) turns an image into
+a shift of every context vector, so each image has its own class features:
 
     v_m(x) = v_m + h(x),  t_k(x) = [v_1(x)] ... [v_M(x)] [CLASS_k]
     p(y | x) = softmax_k( sim(x, g(t_k(x))) / tau ),  x the unit feature of the image,  L = L_ce
 
 Authors' defaults: 4 tokens from "a photo of a", SGD 2e-3, batch 1, 10 epochs.
 
-A batch of B images costs B K sentences, in training and at every prediction. `class_features` are those at the
-unshifted context, for whoever needs one vector a class; predictions never use them. With "+ DroPLe" the
+A batch of B images costs B K sentences, in training and at every prediction. `class_features` are those at
+the unshifted context, for whoever needs one vector a class; predictions never use them. With "+ DroPLe" the
 regulariser sees the batch's mean of each class's features. Checked against a slow reference in float64, one
-image and one class at a time (tests/test_prompt_methods.py).
+image and one class at a time (tests/test_prompt_methods.py): logits differ by at most 4e-6.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from drople.backbone import Backbone, Sentences
 from drople.losses import cross_entropy
-from drople.methods.base import Batch, Presets, PromptMethod, Task, register
+from drople.methods.base import Batch, Presets, Task, register
+from drople.methods.context import ContextMethod, ContextOptions
 from drople.options import option
-from drople.prompts import TextPrompts
 from drople.regulariser import Branches
 
 # At prediction images come in portions of at most so many sentences, whose tokens lie in memory at once.
@@ -37,38 +37,26 @@ SENTENCES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class CoCoOpOptions:
-    length: int = option(4, "context tokens (CoCoOp 4)", low=1)
-    init: str = option("a photo of a", "words the context starts from; empty: random")
-    reduction: int = option(16, "the features are so many times wider than the meta-net's hidden layer (CoCoOp 16)", low=1)
+class CoCoOpOptions(ContextOptions):
+    reduction: int = option(16, "features over the meta-net's hidden layer, in width (CoCoOp 16)", low=1)
 
 
 @register
-class CoCoOp(PromptMethod):
+class CoCoOp(ContextMethod):
     name = "cocoop"
     title = "Conditional Context Optimization"
-    kind = "prompt"
     citation = "Zhou et al., CVPR 2022"
     Options = CoCoOpOptions
     presets: ClassVar[Presets] = {"authors": {"optimizer": "sgd", "lr": 2e-3, "batch_size": 1, "epochs": 10}}
 
     def __init__(self, backbone: Backbone, task: Task, options: CoCoOpOptions) -> None:
         super().__init__(backbone, task, options)
-        self.text_prompts = TextPrompts(
-            backbone, depth=1, length=options.length, supplementary=0, init=options.init
-        )
         hidden = max(1, backbone.embed_dim // options.reduction)
         self.meta_net = nn.Sequential(
             nn.Linear(backbone.embed_dim, hidden), nn.ReLU(), nn.Linear(hidden, backbone.text_width)
         )
         self._named: dict[str, int] = {}  # the classes that were asked for, numbered
         self._asked: tuple[list[int], Sentences] | None = None
-
-    def text_states(self) -> Tensor:
-        return self.text_prompts()
-
-    def sentences(self, words: Sequence[str]) -> Sentences:
-        return self.backbone.prompted(words, context=self.text_prompts.length)
 
     @property
     def fixed_shapes(self) -> bool:

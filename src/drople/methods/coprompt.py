@@ -1,7 +1,7 @@
 """Consistency-guided Prompt Learning (CoPrompt).
 
-Roy, Etemad. "Consistency-guided Prompt Learning for Vision-Language Models." ICLR 2024. Published average over
-11 datasets, base-to-novel, ViT-B/16: 84.00 / 77.23 / 80.48 (the DroPLe paper cites the harmonic mean).
+Roy, Etemad. "Consistency-guided Prompt Learning for Vision-Language Models." ICLR 2024. Published average
+over 11 datasets, base-to-novel, ViT-B/16: 84.00 / 77.23 / 80.48 (the DroPLe paper cites the harmonic mean).
 
 Coupled deep prompts in both towers, a small adapter on both features, and a consistency loss between the
 learned branch and the frozen one, which sees other inputs:
@@ -9,14 +9,14 @@ learned branch and the frozen one, which sees other inputs:
     z' = m A(z) + (1 - m) z,  A = ReLU(W_2 ReLU(W_1 z)),  W_1 a fourth as wide as the features
     L = L_ce + lambda [ (1 - cos(z'_t, z_t^o(another sentence))) + (1 - cos(z'_v, z_v^o(another view))) ]
 
-each a mean over classes and images. Authors' defaults: m 0.1 for images and 0.2 for text; depth 12, length 4,
-lambda 8 on ImageNet and others between by dataset (depth 9 or 12, length 2 or 4, lambda 0.1 to 8), SGD 3.5e-3,
+each a mean over classes and images. Authors' defaults: m 0.1 for images and 0.2 for text; on ImageNet depth
+12, length 4, lambda 8, and others by dataset (depth 9 or 12, length 2 or 4, lambda 0.1 to 8); SGD 3.5e-3,
 batch 4, 8 epochs.
 
-Two inputs differ from theirs. "Another sentence" is one that a language model wrote of the class, drawn at each
-step; here one of the task's templates and eleven general ones is drawn. "Another view" is a second RandAugment
-of the image; here it is the plain image. Checked against a slow reference in float64
-(tests/test_prompt_methods.py).
+Two inputs differ from theirs. "Another sentence" is one that a language model wrote of the class, drawn at
+each step; here one of the task's templates and eleven general ones is drawn. "Another view" is a second
+RandAugment of the image; here it is the plain image. Checked against a slow reference in float64
+(tests/test_prompt_methods.py): differences of at most 3e-6.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class CoPromptOptions:
     depth: int = option(12, "prompts at the first so many layers of both towers (CoPrompt 12 or 9)", low=1)
     length: int = option(4, "prompts a layer (CoPrompt 4 or 2)", low=1)
     init: str = option("a photo of a", "words the first prompts start from; those beyond `length` stay words")
-    consistency: float = option(8.0, "weight lambda of the consistency loss (CoPrompt 0.1 to 8, by dataset)", low=0)
+    consistency: float = option(8.0, "weight lambda of consistency (CoPrompt 0.1 to 8, by dataset)", low=0)
     image_adapter: float = option(0.1, "share m of the image adapter (CoPrompt 0.1)", low=0, high=1)
     text_adapter: float = option(0.2, "share m of the text adapter (CoPrompt 0.2)", low=0, high=1)
 

@@ -34,7 +34,9 @@ class DeepPromptOptions:
     init: str = option("a photo of a", "words the first layer's context starts from (paper, released)")
     visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=1)
     visual_length: int = option(4, "visual prompts a layer (paper 4, released 4)", low=1)
-    lora_rank: int = option(0, "rank of LoRA on query and value of the later vision layers (released 8); 0 is none", low=0)
+    lora_rank: int = option(
+        0, "rank of LoRA on query and value of the later vision layers (released 8); 0 is none", low=0
+    )
     lora_from: int = option(6, "the first vision layer with LoRA (released 6)", low=0)
     lora_lr: float = option(0.1, "learning rate of LoRA over that of the prompts (released 0.1)", low=0)
 
@@ -56,7 +58,9 @@ class DeepPrompts(PromptMethod):
         self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
         self.lora: LoRA | None = None
         if o.lora_rank and o.lora_from >= backbone.vision_layers:
-            self.notes.append(f"lora_from is {o.lora_from}; this backbone has {backbone.vision_layers} layers: no LoRA.")
+            self.notes.append(
+                f"lora_from is {o.lora_from}; this backbone has {backbone.vision_layers} layers: no LoRA."
+            )
         elif o.lora_rank:
             self.lora = LoRA(
                 backbone.model.vision_model.encoder.layers,

@@ -8,9 +8,11 @@ Ouali, Bulat, Martinez, Tzimiropoulos. "Black Box Few-Shot Adaptation for Vision
 
 F: unit features of the training images, P: the unit class features of their labels, d: Euclidean distance of
 unit vectors, `nearest`: the 3 class features closest to f W. The adaptive reranking loss L then refines W.
-Inference: unit(f W). Equations and defaults (3 neighbours, scale 4, 25 betas, 3 splits at 80 %; AdamW 5e-4, weight decay
-5e-4, 200 steps) from the authors' code; its noise, dropout and interpolation of features and the average of
-W that it keeps for new classes are left out: the loop's image augmentation is in their place.
+Inference: unit(f W). Fewer classes than dimensions leave part of W_p free, and any rotation there is as good;
+beta keeps W near the identity, which is what unseen classes live by. Equations and defaults (3 neighbours,
+scale 4, 25 betas, 3 splits at 80 %; AdamW 5e-4, weight decay 5e-4, 200 steps) are from the authors' code; its
+noise, dropout and interpolation of features and the average of W that it keeps for new classes are left
+out: the loop's image augmentation is in their place.
 
 Checked against a slow reference in tests/test_adapters.py.
 """
@@ -42,7 +44,9 @@ class Lfa(FeatureAdapter):
     title = "Linear Feature Alignment"
     citation = "Ouali et al., ICCV 2023"
     Options = LfaOptions
-    presets: ClassVar[Presets] = {"authors": {"lr": 5e-4, "weight_decay": 5e-4, "warmup": 0.0, "clip_norm": 0.0}}
+    presets: ClassVar[Presets] = {
+        "authors": {"lr": 5e-4, "weight_decay": 5e-4, "warmup": 0.0, "clip_norm": 0.0}
+    }
 
     def __init__(self, backbone: Backbone, task: Task, options: LfaOptions) -> None:
         super().__init__(backbone, task, options)

@@ -4,11 +4,11 @@ Radford et al. "Learning Transferable Visual Models From Natural Language Superv
 
     logits = scale (f V' + b),   cross-entropy
 
-f: unit image feature; V [K, E] and b [K] start at zero, so no text is used. The authors fit by L-BFGS with an
-L2 penalty chosen on validation images; here the common loop does it, with its weight decay, and `scale` is
-CLIP's own, so that the loop's rate fits a weight of features of length 1. `start=text` puts the class features
-into V first: the zero-shot initialised probe of Silva-Rodriguez et al., "A Closer Look at the Few-Shot
-Adaptation of Large Vision-Language Models", CVPR 2024 (without its constraints).
+f: unit image feature; V [K, E] and b [K] start at zero, so no text is used. The authors fit by L-BFGS with
+an L2 penalty chosen on validation images; here the common loop does it, with its weight decay, and `scale`
+is CLIP's own, so that the loop's rate fits a weight of features of length 1. `start=text` puts the class
+features into V first: the zero-shot initialised probe of Silva-Rodriguez et al., "A Closer Look at the
+Few-Shot Adaptation of Large Vision-Language Models", CVPR 2024 (without its constraints).
 
 A probe knows its training classes and nothing else: asked for any other class it answers zero-shot, for all
 classes asked, since the two kinds of logits cannot be compared.
@@ -32,7 +32,7 @@ from drople.options import option
 
 @dataclass(frozen=True)
 class LinearProbeOptions:
-    start: Literal["zero", "text"] = option("zero", "where the weights start: zero, or the class features (ZS-LP)")
+    start: Literal["zero", "text"] = option("zero", "weights start at zero, or at the class features (ZS-LP)")
 
 
 @register

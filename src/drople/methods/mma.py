@@ -4,12 +4,11 @@ Yang, Zhang, Wang, Xie. "MMA: Multi-Modal Adapter for Vision-Language Models." C
 
     x_out = layer(x) + s W_up relu(W_shared relu(W_down norm(x)))        in the last 8 layers of both towers
 
-norm: the layer's own first, frozen norm. W_down and W_up are a tower's and a layer's, W_shared [32, 32] joins both
-towers at a layer, counted from the top here, so that towers of different depth can share. The
-learned matrices get the gradient of s = 1, and what flows on to x gets s times it. The authors: width 32,
-s = 0.001, layers 5 to 12 of 12, "a photo of a {}.", SGD 1.5e-3, batch 16, 5 epochs. The default s is 0.01: AdamW
-cares not for the size of a gradient, and in bf16 a thousandth is rounded away. Any class can be
-asked for.
+norm: the layer's own first, frozen norm. W_down and W_up are a tower's and a layer's, W_shared [32, 32] joins
+both towers at a layer, counted from the top here, so that towers of different depth can share. The learned
+matrices get the gradient of s = 1, and what flows on to x gets s times it. The authors: width 32, s = 0.001,
+layers 5 to 12 of 12, "a photo of a {}.", SGD 1.5e-3, batch 16, 5 epochs. The default s is 0.01: AdamW does
+not see the size of a gradient, and in bf16 a thousandth is rounded away. Any class can be asked for.
 
 Checked against a slow reference in tests/test_adapters.py.
 """
@@ -31,7 +30,7 @@ from drople.options import option
 class MmaOptions:
     adapter_layers: int = option(8, "the last so many layers have adapters (authors 8)", low=1)
     adapter_dim: int = option(32, "width of the bottleneck (authors 32)", low=1)
-    adapter_scale: float = option(0.01, "weight s of what an adapter adds (authors 0.001, with SGD)", low=1e-6)
+    adapter_scale: float = option(0.01, "weight s of what is added (authors 0.001, with SGD)", low=1e-6)
 
 
 class TowerAdapter(nn.Module):

@@ -1,0 +1,88 @@
+"""The runs behind docs/results.md, several at a time on one machine.
+
+    python benchmarks/tables.py --root DATA --out RECORDS [--jobs 12] [--seconds 500] [--tables NAME ...]
+
+Does what the `drople benchmark` commands of docs/results.md do, run by run and record by record, only in
+parallel; it too goes on where it stopped. `drople table RECORDS` prints the tables.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from drople.methods import REGISTRY
+from drople.protocols import Run, benchmark, plan, summary
+
+FOUR = ("caltech101", "oxford_pets", "eurosat", "dtd10")
+SEEDS = (1, 2, 3)
+OURS = ("zero-shot", "drople")
+
+
+def tables(backbone: str) -> dict[str, list[Run]]:
+    common: dict[str, Any] = {"backbone": backbone, "options": {}}
+    every = sorted(REGISTRY)
+    return {
+        "base-to-novel": plan("base-to-novel", FOUR, every, SEEDS, **common),
+        "few-shot-ours": plan("few-shot", FOUR, OURS, SEEDS, **common),
+        "cross-dataset": plan("cross-dataset", FOUR[1:], OURS, SEEDS, source=FOUR[0], **common),
+        "domain-shift": plan("domain-shift", ("pacs",), OURS, SEEDS, **common),
+        "long-tail": plan("long-tail", FOUR, OURS, SEEDS, **common)
+        + plan("long-tail", FOUR, ("drople",), SEEDS, post_hoc="gla", **common),
+        "few-shot": plan("few-shot", FOUR, every, SEEDS, **common),
+    }
+
+
+def one(job: tuple[Run, Path, Path, str]) -> str:
+    run, root, out, device = job
+    torch.set_num_threads(1)
+    (_, record, there), *_ = benchmark([run], root, out, device=device)
+    return summary(record) + (" (was there)" if there else f" ({record['timing']['seconds']:.0f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, required=True, help="where the datasets lie")
+    parser.add_argument("--out", type=Path, required=True, help="where the records go")
+    parser.add_argument("--backbone", default="pocket")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
+    parser.add_argument("--tables", nargs="*", default=None)
+    parser.add_argument("--device", default="auto")
+    given = parser.parse_args()
+    wanted = [
+        run
+        for name, runs in tables(given.backbone).items()
+        if not given.tables or name in given.tables
+        for run in runs
+    ]
+    runs = list({run.path: run for run in wanted}.values())
+    todo = [run for run in runs if not (given.out / run.path).exists()]
+    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
+    begun, done = time.monotonic(), 0
+    waiting = iter(todo)
+    with mp.get_context("spawn").Pool(given.jobs) as pool:
+        pending: list[Any] = []
+        while True:
+            while len(pending) < given.jobs and time.monotonic() - begun < given.seconds:
+                run = next(waiting, None)
+                if run is None:
+                    break
+                pending.append(pool.apply_async(one, ((run, given.root, given.out, given.device),)))
+            if not pending:
+                break
+            finished = [p for p in pending if p.ready()]
+            for result in finished:
+                done += 1
+                print(f"[{done}/{len(todo)}, {time.monotonic() - begun:.0f} s] {result.get()}", flush=True)
+                pending.remove(result)
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
