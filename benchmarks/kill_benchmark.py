@@ -11,6 +11,7 @@ data is needed. Exit status 0: equal; 1: not.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -39,23 +40,20 @@ def command(given: argparse.Namespace, datasets: list[str], out: Path) -> list[s
     return [*DROPLE, "benchmark", "base-to-novel", *(text for flag, texts in listed.items() for text in (flag, *texts))]
 
 
-def undisturbed(call: list[str], out: Path) -> tuple[float, float]:
-    """Go through; the seconds until the first file was written, and all of them."""
-    begun = time.monotonic()
-    started = 0.0
-    with subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            if not started and out.exists():
-                started = time.monotonic() - begun
-            time.sleep(0.02)
-    if process.returncode:
-        raise SystemExit(f"the benchmark ended with {process.returncode}: {' '.join(call)}")
-    return started, time.monotonic() - begun
-
-
-def killed_after(call: list[str], seconds: float) -> bool:
-    """Kill it then, unless it has got to its end."""
+def undisturbed(call: list[str], out: Path) -> float:
+    """Go through; the seconds from the first file that was written to the end."""
     process = subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_work(process, out)
+    begun = time.monotonic()
+    if process.wait():
+        raise SystemExit(f"the benchmark ended with {process.returncode}: {' '.join(call)}")
+    return time.monotonic() - begun
+
+
+def killed(call: list[str], out: Path, seconds: float) -> bool:
+    """Kill it so long after its first file, unless it got to its end: a kill while Python starts tells little."""
+    process = subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_work(process, out)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -65,6 +63,21 @@ def killed_after(call: list[str], seconds: float) -> bool:
     if process.returncode:
         raise SystemExit(f"the benchmark ended with {process.returncode}: {' '.join(call)}")
     return False
+
+
+def wait_for_work(process: "subprocess.Popen[bytes]", out: Path) -> None:
+    before = written(out)
+    while process.poll() is None and written(out) == before:
+        time.sleep(0.01)
+
+
+def written(out: Path) -> set[tuple[str, int]]:
+    """The files, and when they were written; one may vanish while it is looked at."""
+    found = set()
+    for path in out.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((str(path), path.stat().st_mtime_ns))
+    return found
 
 
 def table(out: Path) -> str:
@@ -96,7 +109,7 @@ def main() -> None:
         place = Path(folder)
         datasets = given.datasets or [str(draw(place / "drawings", train_per_class=6, test_per_class=4, size=96))]
         left_alone = place / "undisturbed"
-        started, seconds = undisturbed(command(given, datasets, left_alone), left_alone)
+        seconds = undisturbed(command(given, datasets, left_alone), left_alone)
         print(table(left_alone))
         kills = inside = rounds = 0
         equal = True
@@ -104,8 +117,8 @@ def main() -> None:
             rounds += 1
             out = place / f"disturbed{rounds}"
             call = command(given, datasets, out)
-            # A kill while Python starts tells little; one in the first third of the work leaves more to kill.
-            while kills < given.kills and killed_after(call, started + moments.uniform(0, 1 / 3) * (seconds - started)):
+            # Within the first third of the work, so that there is more left to kill.
+            while kills < given.kills and killed(call, out, moments.uniform(0, 1 / 3) * seconds):
                 kills += 1
                 left = any((out / ".work").glob("*/*"))
                 inside += left

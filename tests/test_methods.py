@@ -162,7 +162,7 @@ def test_only_prompt_learners_are_wrapped() -> None:
         if issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False):
             assert find(f"{name}+drople")[1]
         else:
-            with pytest.raises(DropleError, match="wraps prompt learners only|already drops tokens"):
+            with pytest.raises(DropleError, match=r"wraps prompt learners only|already drops tokens"):
                 find(f"{name}+drople")
 
 
@@ -224,7 +224,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "operation": ("zero", "zero_scaled", "noise", "remove"),
     "noise": (0.5,),
     "draw": ("shared", "one_layer"),
-    "rate": ("uniform",),
+    "rate": ("uniform", "block", "group", "standout"),
     "scores": (("class",), ("self",), ("cross",), ("class", "cross")),
     "score_sum_to_one": (True,),
     "class_words_drop": (False,),
@@ -235,12 +235,15 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "alignment_detached": (False,),
     "lambda0": (0.5, 0.0),
     "lambda_by": ("epoch",),
+    "residual": ("nonlinear",),
     "residual_on": ("unit",),
     "residual_entropy_visual": (1.0, 0.0),
     "residual_entropy_text": (1.0, 0.0),
     "l1_text": (2.0,),
     "l1_image": (2.0,),
     "kl": (2.0,),
+    "l2": (2.0,),
+    "cosine": (2.0,),
 }
 # An option that shows only together with another.
 WITH: dict[str, dict[str, Any]] = {

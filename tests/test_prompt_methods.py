@@ -7,6 +7,7 @@ the views shows.
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from drople.backbone import Backbone
 from drople.learner import PromptLearner
 from drople.methods import REGISTRY, Batch, Progress, Task, make
 from drople.methods import cocoop as cocoop_module
+from drople.methods.base import TrainingData
 from drople.methods.prograd import project
 from drople.methods.promptsrc import last_share
 from drople.templates import ELEVEN
+from drople.training import Training, TrainingOptions
 
 WORDS = ("cat", "grand piano", "zebra crossing", "okapi")
 TEMPLATE = "a photo of a {}."
@@ -517,6 +520,44 @@ def test_a_long_tail_adjusts_the_logits(name: str) -> None:
     method.log_prior = torch.tensor([0.7, 0.1, 0.15, 0.05]).log()
     adjusted = [row + method.log_prior.double() for row in logits]
     close(method.training_step(batch)["cross_entropy"], slow_cross_entropy(adjusted, batch.labels))
+
+
+def training(name: str, folder: Path) -> Training:
+    """Three epochs of two steps."""
+    backbone = tiny_backbone()
+    torch.manual_seed(0)
+    method = make(name, backbone, TASK, {"gpa_mean": 0.6, "gpa_std": 0.4} if name == "promptsrc" else {})
+    side = backbone.pixels.size
+    pixels = torch.randint(256, (8, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    data = TrainingData(pixels, torch.arange(8) % len(WORDS), backbone.encode_images(random_images(backbone, 8)))
+    options = TrainingOptions(epochs=3, batch_size=4, lr=0.05)
+    return Training(method, data, options, seed=1, precision="float32", folder=folder)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.parametrize("name", ["cocoop", "prograd", "promptsrc"])
+def test_cut_and_resumed_a_run_ends_the_same(name: str, stop: int, tmp_path: Path) -> None:
+    for part in ("whole", "cut"):
+        (tmp_path / part).mkdir()
+    whole, cut = training(name, tmp_path / "whole"), training(name, tmp_path / "cut")
+    whole.run()
+    take = cut._step
+
+    def until(indices: Tensor) -> dict[str, Any]:
+        if cut.step == stop:
+            raise InterruptedError
+        return take(indices)
+
+    cut._step = until  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        cut.run()
+    resumed = training(name, tmp_path / "cut")
+    resumed.run(resume=True)
+    ends = [t.method.state_dict() for t in (whole, resumed)]
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+    images = random_images(whole.method.backbone, 2)
+    answers = [t.method.logits(images, t.method.class_weights(WORDS)) for t in (whole, resumed)]
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -364,7 +364,7 @@ def test_a_record_says_what_ran(five: Path, tmp_path: Path) -> None:
     assert record["options"] == {"epochs": 1, "p_max": 0.4} and record["training"]["epochs"] == 1
     assert record["template"] == "a photo of a {}."
     assert set(record["environment"]) == {"drople", "python", "torch", "transformers", "device", "git"}
-    assert record["trainable_parameters"] > 0 and 0 < record["validation"]["temperature"]
+    assert record["trainable_parameters"] > 0 and record["validation"]["temperature"] > 0
     part = record["results"]["base"]
     assert {"accuracy", "ece", "ece_uncalibrated", "per_class", "images", "split", "skipped"} <= set(part)
     assert sum(row["count"] for row in part["per_class"].values()) == part["images"]

@@ -1,8 +1,8 @@
 """Why a run says what it says: Grad-CAM, and the importance by which its tokens drop.
 
-Grad-CAM (Selvaraju et al., ICCV 2017) on the patch tokens of the image tower, as the paper's figures "Grad-CAM
-visualizations" and its appendix B.4 show it. Importance maps are those of the section "Importance Weighted
-Token Dropout", seen in a pass in which nothing drops.
+Grad-CAM (Selvaraju et al., ICCV 2017) on the patch tokens of the image tower, as the paper's figures and its
+appendix B.4 show it. Importance maps are those of the section "Importance Weighted Token Dropout", seen in a
+pass in which nothing drops.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers.decoders import ByteLevel
 from torch import Tensor, nn
 
 from drople.answers import image_files
@@ -45,7 +46,13 @@ BATCH = 16
 # Photos are drawn larger than the backbone sees them: the same square, with more pixels.
 DRAWN = 330
 LISTED = 5
-RATES = {"uniform": "vanilla dropout", "block": "block dropout", "group": "group dropout", "standout": "StandOut"}
+WORD_END = "</w>"  # what CLIP's vocabulary writes behind the last piece of a word
+RATES = {
+    "uniform": "vanilla dropout",
+    "block": "block dropout",
+    "group": "group dropout",
+    "standout": "StandOut",
+}
 
 
 # Maps ----------------------------------------------------------------------------------------------
@@ -72,7 +79,9 @@ def gradcam(
     return torch.cat([_gradcam(learner, part, wanted, weights, learned) for part, wanted in parts])
 
 
-def _gradcam(learner: PromptLearner, images: Tensor, targets: Tensor, weights: Tensor, learned: bool) -> Tensor:
+def _gradcam(
+    learner: PromptLearner, images: Tensor, targets: Tensor, weights: Tensor, learned: bool
+) -> Tensor:
     method, backbone = learner.method_, learner.backbone_
     norm: Any = backbone.model.vision_model.encoder.layers[-1].layer_norm1
     kept: list[Tensor] = []
@@ -86,9 +95,10 @@ def _gradcam(learner: PromptLearner, images: Tensor, targets: Tensor, weights: T
     hook = norm.register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            logits = _logits(method, images, weights) if learned else method.similarity(
-                backbone.encode_images(images), weights
-            )
+            if learned:
+                logits = _logits(method, images, weights)
+            else:
+                logits = method.similarity(backbone.encode_images(images), weights)
             wanted = logits.gather(1, targets[:, None]).sum()
             (gradient,) = torch.autograd.grad(wanted, kept[0])
     finally:
@@ -140,8 +150,8 @@ def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
     end = int(sentences.anchor[0])
     values = torch.stack([seen.importance[0, :end] for seen in dropout.seen]).T.tolist()
     return tuple(
-        Word(text, tuple(own), joined, learned)
-        for (text, joined, learned), own in zip(_tokens(learner, sentences), [*values, ()], strict=True)
+        Word(text, tuple(own), joined, special)
+        for (text, joined, special), own in zip(_tokens(learner, sentences), [*values, ()], strict=True)
     )
 
 
@@ -167,7 +177,7 @@ def _named(dropout: TokenDropout, seen: Any) -> dict[str, Tensor]:
 
 
 def _tokens(learner: PromptLearner, sentences: Any) -> Iterator[tuple[str, bool, bool]]:
-    """(text, continues the word before, is a prompt) of every token of one sentence, eos included.
+    """(text, continues the word before, is no word) of every token of one sentence, eos included.
 
     A sentence holds embeddings, so the words are those whose embeddings stand there.
     """
@@ -177,18 +187,18 @@ def _tokens(learner: PromptLearner, sentences: Any) -> Iterator[tuple[str, bool,
     ids = torch.cdist((sentences.base[0] - sentences.position).float(), table).argmin(1).tolist()
     prompts = sentences.slots[0].any(1).tolist() if sentences.slots is not None else [False] * (end + 1)
     after_words, counts, joined = False, {"P": 0, "S": 0}, False
-    yield "bos", False, False
+    yield "bos", False, True
     for place in range(1, end):
         if prompts[place]:
             kind = "S" if after_words else "P"
             counts[kind] += 1
-            yield f"{kind}{counts[kind]}", False, True
+            yield f"[{kind}{counts[kind]}]", False, True
             continue
         after_words = True
-        text = backend.decode([ids[place]]).strip() or "·"
-        yield text, joined, False
-        joined = not str(backend.id_to_token(ids[place])).endswith("</w>")
-    yield "eos", False, False
+        piece = str(backend.id_to_token(ids[place]))
+        yield ByteLevel().decode([piece.removesuffix(WORD_END)]), joined, False
+        joined = not piece.endswith(WORD_END)
+    yield "eos", False, True
 
 
 # Pictures ------------------------------------------------------------------------------------------
@@ -269,7 +279,9 @@ def explain(
         ]
     names = dict(zip(files, written, strict=True))
     return [
-        row for shots in _readable(files, [model], BATCH, strict) for row in _explain(model, shots, wanted, names)
+        row
+        for shots in _readable(files, [model], BATCH, strict)
+        for row in _explain(model, shots, wanted, names)
     ]
 
 
@@ -295,8 +307,16 @@ def places(out: Path, files: Sequence[Path], format: Format, compare: bool) -> l
             raise DropleError(f"{out} is the image itself: give --out another name.")
         return [out]
     if out.exists() and not out.is_dir():
-        raise DropleError(f"{out} is a file: give --out a folder, or a name that ends in .{' or .'.join(FORMATS)}.")
-    stems = ["comparison"] * count if compare else [f"{file.stem}-explained" for file in files]
+        raise DropleError(
+            f"{out} is a file: give --out a folder, or a name that ends in .{' or .'.join(FORMATS)}."
+        )
+    if compare:
+        stems = ["comparison"] * count
+    else:
+        alike = Counter(file.stem.lower() for file in files)
+        # Folders are often classes, each with its own 001.jpg.
+        stems = [f"{f.parent.name}-{f.stem}" if alike[f.stem.lower()] > 1 else f.stem for f in files]
+        stems = [f"{stem}-explained" for stem in stems]
     times: Counter[str] = Counter()
     named = []
     for stem in stems:
@@ -308,8 +328,12 @@ def places(out: Path, files: Sequence[Path], format: Format, compare: bool) -> l
 
 def _model(run: str | Path | PromptLearner, device: str, progress: Progress | None) -> Model:
     """A run and what it is called: its method, or the dropout that makes it an ablation."""
-    learner = run if isinstance(run, PromptLearner) else PromptLearner.load(run, device=device, progress=progress)
-    learner._check_fitted()
+    if isinstance(run, PromptLearner):
+        run._check_fitted()
+        learner, folder = run, ""
+    else:
+        learner = PromptLearner.load(run, device=device, progress=progress)
+        folder = f"\n{Path(run).resolve().name}"
     method = learner.method_
     regulariser: Regulariser | None = getattr(method, "regulariser", None)
     title = type(method).__name__
@@ -317,10 +341,12 @@ def _model(run: str | Path | PromptLearner, device: str, progress: Progress | No
         title = " + ".join(dict.fromkeys([title, RATES.get(regulariser.options.rate, "DroPLe")]))
     title = title.removeprefix("DroPLe + ")
     title = title[0].upper() + title[1:]
-    return Model(title if isinstance(run, PromptLearner) else f"{title}\n{Path(run).resolve().name}", learner)
+    return Model(title + folder, learner)
 
 
-def _readable(files: Sequence[Path], models: Sequence[Model], size: int, strict: bool) -> Iterator[list[Shot]]:
+def _readable(
+    files: Sequence[Path], models: Sequence[Model], size: int, strict: bool
+) -> Iterator[list[Shot]]:
     """The images that can be read, `size` at a time; the others are said as `drople predict` says them."""
     learner = models[-1].learner
     bad: list[BadImage] = []
@@ -362,14 +388,14 @@ def _explain(
     words = {target: word_importance(learner, learner.words_[target]) for target in set(targets.tolist())}
     regulariser: Regulariser | None = getattr(method, "regulariser", None)
     options = None if regulariser is None else regulariser.options
-    about = model.title.replace("\n", " · ")
+    about = model.title.replace("\n", ", run ")
     for n, (shot, target) in enumerate(zip(shots, targets.tolist(), strict=True)):
         best = shares[n].argsort(descending=True)[:LISTED].tolist()
         listed = best if target in best else [*best[:-1], target]
         content = Explanation(
             photo=shot.photo,
             name=shot.file.name,
-            run=f"{about} · {learner.backbone_.name}",
+            run=f"{about}, on {learner.backbone_.name}",
             class_name=learner.classes_[target],
             probability=float(shares[n, target]),
             answers=tuple((learner.classes_[k], float(shares[n, k])) for k in listed),
@@ -392,12 +418,13 @@ def _notes(method: Method) -> Iterator[str]:
         return
     rate, high = regulariser.options.rate, regulariser.options.p_max
     if rate in ("uniform", "block"):
-        yield f"In this run every token drops with the same probability, {high:.0%}: there is no importance to show."
+        yield f"In this run every token drops with probability {high:.0%}: there is no importance to show."
         return
     yield "Maps are those of a pass in which nothing drops, as at prediction."
     prompts = method.visual_prompts() if isinstance(method, PromptMethod) and method.visual_prompts else None
     if prompts is not None and regulariser.layers["vision"]:
-        yield f"The {prompts.shape[1]} visual prompts of a layer have an importance too, but no place in the image."
+        count = prompts.shape[1]
+        yield f"The {count} visual prompts of a layer have an importance too, but no place in the image."
 
 
 def _compare(
@@ -427,5 +454,8 @@ def _compare(
 
 def _row(shot: Shot, class_name: str, probability: float, place: Path) -> dict[str, Any]:
     return {
-        "image": str(shot.file), "class": class_name, "probability": round(probability, 6), "picture": str(place)
+        "image": str(shot.file),
+        "class": class_name,
+        "probability": round(probability, 6),
+        "picture": str(place),
     }

@@ -26,6 +26,7 @@ Format = Literal["png", "svg", "pdf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 WIDTH, MARGIN = 14.0, 0.55
+DPI = 120
 # A row of a comparison holds at most so many images.
 COLUMNS = 6
 ACCENT = "#2f6db5"
@@ -35,15 +36,15 @@ SHORT = {"class": "Class", "self": "Self", "cross": "Cross-modal"}
 
 
 def fading(name: str, low: float = 0.0, high: float = 1.0, strongest: float = 0.85) -> Colormap:
-    """A part of a colour map that is clear at 0 and nearly opaque at 1, so that the photo shows where little is."""
+    """A part of a colour map, clear at 0 and nearly opaque at 1: the photo shows where little is."""
     colours = matplotlib.colormaps[name](np.linspace(low, high, 256))
     colours[:, 3] = strongest * np.linspace(0, 1, 256) ** 0.8
     return ListedColormap(colours, name=f"fading {name}")
 
 
-# Both run evenly from light to dark, so that they read the same to every kind of eye and in grey. What is
-# kept is warm, what drops is blue.
-HEAT = fading("inferno_r", 0.08, 0.72)
+# Both run evenly from light to dark, so that they read the same to every kind of eye and in print. What is
+# kept is warm ("redder colors indicate higher feature attention"), what drops is blue.
+HEAT = fading("YlOrRd", 0.15, 1.0)
 DROP = fading("Blues", 0.1, 1.0)
 
 
@@ -54,7 +55,7 @@ class Word:
     text: str
     importance: tuple[float, ...]  # a layer; empty for the token that has none (eos)
     joined: bool = False  # continues the word before it
-    learned: bool = False  # a prompt, no word
+    special: bool = False  # a prompt or an end of the sentence: no word
 
     @property
     def mean(self) -> float | None:
@@ -89,19 +90,17 @@ class Column:
 
 
 def overlay(
-    image: Image.Image, heat: np.ndarray, *, colours: Colormap = HEAT, smooth: bool = True, quiet: bool = False
+    image: Image.Image, heat: np.ndarray, *, colours: Colormap = HEAT, smooth: bool = True
 ) -> Image.Image:
-    """The image with values in 0..1 [g, g] over it; `quiet` makes the image a pale grey first.
+    """The image in pale grey, so that every colour is of the values in 0..1 [g, g] that lie over it.
 
     Patches are drawn as they are, or with `smooth` run into each other.
     """
     method = Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST
     small = Image.fromarray(np.asarray(heat, dtype=np.float32))
     spread = np.asarray(small.resize(image.size, method)).clip(0, 1)
-    rgba = colours(spread)
-    below = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
-    if quiet:
-        below = np.repeat(0.35 + 0.65 * below.mean(2, keepdims=True), 3, axis=2)
+    rgba = np.asarray(colours(spread))
+    below = 0.3 + 0.7 * np.asarray(image.convert("L"), dtype=np.float64)[..., None] / 255
     mixed = below + rgba[..., 3:] * (rgba[..., :3] - below)
     return Image.fromarray(np.rint(255 * mixed).astype(np.uint8))
 
@@ -112,7 +111,7 @@ class Sheet:
     def __init__(self, width: float, height: float, path: Path) -> None:
         self.width, self.height, self.path = width, height, path
         self.format = path.suffix[1:].lower()
-        self.figure = Figure(figsize=(width, height), facecolor="white")
+        self.figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         box = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
@@ -132,12 +131,11 @@ class Sheet:
             spine.set(visible=True, color=edge, linewidth=1)
         return axes
 
-    def scale(
-        self, left: float, top: float, height: float, colours: Colormap, low: str, high: str, width: float = 0.11
-    ) -> None:
+    def scale(self, left: float, top: float, height: float, colours: Colormap, low: str, high: str) -> None:
         """An upright colour scale with words or numbers at its ends."""
+        width = 0.11
         axes = self.axes(left, top, width, height)
-        axes.imshow(over_white(colours, np.linspace(1, 0, 128))[:, None], aspect="auto", interpolation="nearest")
+        axes.imshow(over_white(colours, np.linspace(1, 0, 128))[:, None], aspect="auto")
         axes.set(xticks=[], yticks=[])
         for spine in axes.spines.values():
             spine.set(visible=True, color=FAINT, linewidth=0.8)
@@ -146,13 +144,13 @@ class Sheet:
 
     def heading(self, top: float, title: str, what: str) -> None:
         end = self.text(MARGIN, top, title, size=13, weight="bold")
-        self.text(end + 0.14, top, what, color=QUIET)
+        self.text(end + 0.18, top, what, color=QUIET)
 
     def save(self) -> None:
         content = io.BytesIO()
         # Without a date the same explanation is the same bytes.
         dated: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(self.format)
-        self.figure.savefig(content, format=self.format, dpi=120, metadata=dated)
+        self.figure.savefig(content, format=self.format, dpi=DPI, metadata=dated)
         write_bytes(self.path, content.getvalue())
 
 
@@ -188,7 +186,7 @@ def save_explanation(path: Path, content: Explanation) -> None:
         top_maps = 5.05
         top_words = top_maps + (0.75 + rows * (cell + 0.1) + 0.2 if rows else 0)
         lines = flow(content.words)
-        top_notes = top_words + (0.75 + len(lines) * 0.62 if content.words else 0)
+        top_notes = top_words + (0.5 + len(lines) * 0.62 if content.words else 0)
         height = top_notes + 0.25 * len(content.notes) + 0.25
         sheet = Sheet(WIDTH, height, path)
         draw_top(sheet, content)
@@ -208,15 +206,15 @@ def draw_top(sheet: Sheet, content: Explanation) -> None:
     sheet.text(MARGIN, 1.06, f"{shown(content.name, 70)} · {shown(content.run, 70)}", color=QUIET)
     top, side, gap = 1.72, 2.75, 0.3
     second = MARGIN + side + gap
-    sheet.text(MARGIN, top - 0.13, "The image as the model sees it", size=11.5)
+    sheet.text(MARGIN, top - 0.13, "What the model sees", size=11.5)
     sheet.picture(MARGIN, top, side, content.photo)
     sheet.text(second, top - 0.13, f"Grad-CAM of {shown(content.class_name, 22)}", size=11.5)
     sheet.picture(second, top, side, overlay(content.photo, content.heat))
-    sheet.scale(second + side + 0.12, top, side, HEAT, "no part\nin it", "speaks\nfor it")
-    left = second + side + 3.2
+    sheet.scale(second + side + 0.12, top, side, HEAT, "no part in it", "speaks for it")
+    names = [shown(name, 30) for name, _ in content.answers]
+    left = second + side + 1.35 + max(text_width(name, 10.5) for name in names)
     sheet.text(left, top - 0.13, "Answers", size=11.5)
-    axes = sheet.axes(left, top, WIDTH - MARGIN - left - 0.6, min(side, 0.55 * len(content.answers)))
-    names = [shown(name, 24) for name, _ in content.answers]
+    axes = sheet.axes(left, top, WIDTH - MARGIN - left - 0.6, min(side, 0.55 * len(names)))
     shares = [share for _, share in content.answers]
     colours = [ACCENT if name == content.class_name else "#a9b2bb" for name, _ in content.answers]
     places = np.arange(len(names))
@@ -239,18 +237,22 @@ def draw_maps(sheet: Sheet, content: Explanation, top: float, cell: float) -> No
     photo = content.photo.resize((192, 192), Image.Resampling.LANCZOS)
     top += 0.5
     for layer in range(len(content.maps["importance"])):
-        sheet.text(first + layer * step + cell / 2, top - 0.1, f"layer {layer + 1}", size=9.5, color=QUIET, ha="center")
+        middle = first + layer * step + cell / 2
+        sheet.text(middle, top - 0.1, f"layer {layer + 1}", size=9.5, color=QUIET, ha="center")
     for row, (name, (title, what)) in enumerate(titles.items()):
         values, at = content.maps[name], top + row * step
-        sheet.text(MARGIN, at + cell / 2 - 0.03, title, size=11, weight="bold" if name == "importance" else "normal")
+        weight = "bold" if name == "importance" else "normal"
+        sheet.text(MARGIN, at + cell / 2 - 0.03, title, size=11, weight=weight)
         sheet.text(MARGIN, at + cell / 2 + 0.17, what, size=9, color=QUIET)
-        low, high = content.drop_range if name == "probability" else (0.0, 1.0 if name == "importance" else values.max())
+        # Cross-modal scores differ little, so a score's scale begins at its least value.
+        ends = {"probability": content.drop_range, "importance": (0.0, 1.0)}
+        low, high = ends.get(name, (float(values.min()), float(values.max())))
         colours = DROP if name == "probability" else HEAT
         for layer, value in enumerate((values - low) / (high - low or 1)):
-            drawn = overlay(photo, value, colours=colours, smooth=False, quiet=True)
+            drawn = overlay(photo, value, colours=colours, smooth=False)
             sheet.picture(first + layer * step, at, cell, drawn)
-        ends = (percent(low), percent(high)) if name == "probability" else (number(low), number(high))
-        sheet.scale(first + len(values) * step + 0.02, at, cell, colours, *ends)
+        as_text = percent if name == "probability" else number
+        sheet.scale(first + len(values) * step + 0.02, at, cell, colours, as_text(low), as_text(high))
 
 
 SCORES = {
@@ -260,14 +262,18 @@ SCORES = {
 }
 
 
+def text_width(text: str, size: float) -> float:
+    """In inches."""
+    ruler = Figure(dpi=DPI)
+    return float(ruler.text(0, 0, shown(text), size=size).get_window_extent().width) / DPI
+
+
 def flow(words: Sequence[Word]) -> list[list[tuple[Word, float, float]]]:
     """Words in lines as wide as the page: (word, left, width) each."""
-    ruler = Figure(figsize=(WIDTH, 1))
     lines: list[list[tuple[Word, float, float]]] = [[]]
     end = MARGIN
     for word in words:
-        measured = ruler.text(0, 0, shown(word.text), size=word_size(word)).get_window_extent()
-        width = measured.width / ruler.dpi + 0.16
+        width = text_width(word.text, word_size(word)) + 0.16
         left = end + (0.02 if word.joined else 0.1) if lines[-1] else MARGIN
         if lines[-1] and left + width > WIDTH - MARGIN - 0.75:
             lines.append([])
@@ -278,16 +284,17 @@ def flow(words: Sequence[Word]) -> list[list[tuple[Word, float, float]]]:
 
 
 def word_size(word: Word) -> float:
-    return 9.5 if word.learned else 13
+    return 9.5 if word.special else 13
 
 
 def draw_words(
     sheet: Sheet, lines: Sequence[Sequence[tuple[Word, float, float]]], content: Explanation, top: float
 ) -> None:
     """Each token on the colour of its importance, a strip of its layers below it."""
-    sheet.heading(
-        top, "What they make of the words", "colour: mean importance; the strip below: each dropout layer in turn"
+    what = (
+        "mean importance; below it, each dropout layer in turn · P: context prompts, S: supplementary tokens"
     )
+    sheet.heading(top, "What they make of the words", what)
     top += 0.25
     page = sheet.axes(0, 0, WIDTH, sheet.height)
     page.set(xlim=(0, WIDTH), ylim=(sheet.height, 0))
@@ -297,7 +304,7 @@ def draw_words(
         for word, left, width in line:
             mean = word.mean
             colour = np.ones(3) if mean is None else over_white(HEAT, np.array(mean))
-            ink = "white" if colour @ (0.299, 0.587, 0.114) < 0.55 else QUIET if word.learned else INK
+            ink = "white" if colour @ (0.299, 0.587, 0.114) < 0.5 else INK
             page.add_patch(
                 FancyBboxPatch(
                     (left, at),
@@ -310,11 +317,13 @@ def draw_words(
                 )
             )
             middle = left + width / 2
-            page.text(middle, at + 0.165, shown(word.text), size=word_size(word), color=ink, ha="center", va="center_baseline")
+            place: Any = {"ha": "center", "va": "center_baseline"}
+            page.text(middle, at + 0.165, shown(word.text), size=word_size(word), color=ink, **place)
             part = width / max(1, len(word.importance))
             for layer, value in enumerate(word.importance):
                 shade = tuple(over_white(HEAT, np.array(value)))
-                page.add_patch(Rectangle((left + layer * part, at + 0.36), part, 0.07, facecolor=shade, linewidth=0))
+                corner = left + layer * part, at + 0.36
+                page.add_patch(Rectangle(corner, part, 0.07, facecolor=shade, linewidth=0))
     sheet.scale(WIDTH - MARGIN - 0.42, top, 0.62 * len(lines) - 0.19, HEAT, "0", "1")
 
 
@@ -323,8 +332,8 @@ def save_comparison(path: Path, models: Sequence[str], columns: Sequence[Column]
     with warnings.catch_warnings(), matplotlib.rc_context(LOOK):
         warnings.filterwarnings("ignore", message="Glyph")
         side, gap, labels, below = 1.72, 0.16, 2.0, 0.42
-        width = max(9.0, MARGIN + labels + len(columns) * (side + gap) + 1.0)
-        top = 1.95
+        width = max(9.0, MARGIN + labels + len(columns) * (side + gap) + 1.3)
+        top = 1.75
         height = top + side + 0.3 + len(models) * (side + below) + 0.1
         sheet = Sheet(width, height, path)
         sheet.text(MARGIN, 0.72, "Where each model looks", size=21, weight="bold")
@@ -346,7 +355,8 @@ def save_comparison(path: Path, models: Sequence[str], columns: Sequence[Column]
             for line, part in enumerate(model.split("\n")):
                 bold = "bold" if m == len(models) - 1 and not line else "normal"
                 size, colour = (9.5, QUIET) if line else (12.0, INK)
-                sheet.text(MARGIN, at + side / 2 + 0.22 * line, shown(part, 24), size=size, color=colour, weight=bold)
+                place = at + side / 2 + 0.22 * line
+                sheet.text(MARGIN, place, shown(part, 24), size=size, color=colour, weight=bold)
         start = MARGIN + labels + len(columns) * (side + gap)
-        sheet.scale(start, top + side + 0.3, side, HEAT, "no part\nin it", "speaks\nfor it")
+        sheet.scale(start, top + side + 0.3, side, HEAT, "no part in it", "speaks for it")
         sheet.save()

@@ -11,8 +11,8 @@ criterion with linear kernels:
     L = L_ce + 8 * 1/K sum_k (1 - cos(w_k, w_k^clip)) + 6 * HSIC(W, W^clip)
     HSIC(W, W^clip) = tr(H K H K^clip),  K = W W^T,  H = I - 1/K 1 1^T
 
-with W (as encoded) and W^clip (unit rows), [K, E], each divided by its Frobenius norm. Prompts are class-aware
-(see class_aware.py). The weights, the norms and the absent factor (K - 1)^-2 are those of the authors' code,
+with W (as encoded) and W^clip (unit rows), [K, E], each divided by its Frobenius norm; class-aware prompts
+are in class_aware.py. The weights, the norms and the absent factor (K - 1)^-2 are those of the authors' code,
 as are Adam 2e-3, batch 32, 100 epochs and a random context of 4.
 
 Checked against a slow reference in float64 (tests/test_prompt_methods.py): differences of at most 1e-6.

@@ -11,6 +11,7 @@ from drople.report.commands import benchmark_commands, public_name
 from drople.tables import AVERAGE, HALVES, Table, curves, tables
 
 Record = Mapping[str, Any]
+ENVIRONMENT = ("device", "drople", "python", "torch", "transformers")
 
 
 def benchmark_page(given: Sequence[Record]) -> dict[str, Any]:
@@ -142,7 +143,8 @@ def cost_part(table: Table, done: Sequence[Record], colours: Mapping[str, int]) 
         ]
         about = f"{measure.capitalize()} over {title}. " + "; ".join(dot.name for dot in dots) + "."
         charts.append({"title": title.capitalize(), "chart": cost_chart(dots, about=about, x_title=title)})
-    return {"title": table.title, "measure": measure, "rows": rows, "charts": charts}
+    short = "HM" if head == "hm" else "Accuracy"
+    return {"title": table.title, "measure": measure, "short": short, "rows": rows, "charts": charts}
 
 
 def in_table(record: Record, table: Table) -> bool:
@@ -162,7 +164,7 @@ def environments(records: Sequence[Record]) -> list[dict[str, Any]]:
     rows = []
     for key, count in counts.items():
         seen = json.loads(key)
-        git = seen.pop("git", None)
+        git = seen.get("git")
         commit = "-" if not git else git["commit"][:10] + (" (changed)" if git["changed"] else "")
-        rows.append({"runs": count, **{name: str(value) for name, value in seen.items()}, "commit": commit})
+        rows.append({"runs": count, **{name: seen.get(name, "-") for name in ENVIRONMENT}, "commit": commit})
     return rows

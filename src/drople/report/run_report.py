@@ -201,7 +201,7 @@ def curve(
     heading, caption = TERMS.get(name, (name.replace("_", " ").capitalize(), ""))
     form = share if shares else number
     about = f"{heading} over {len(rows)} steps: {form(lines[-1].y[0])} at first, {form(lines[-1].y[-1])} at last."
-    y_range = (0.0, 1.0) if name == "accuracy" else None
+    y_range = (0.0, min(1.0, 1.1 * max(values)) or 1.0) if name == "accuracy" else None
     if band is not None:
         y_range = (max(0.0, min(band[0], *values) - 0.05), min(1.0, max(band[1], *values) + 0.05))
     chart = line_chart(lines, about=about, x_title="step", y_format=form, y_range=y_range, band=band)

@@ -1,0 +1,87 @@
+"""What is exported: pictures as bytes in, calibrated probabilities and logits out.
+
+The image tower with what was learned in it, the class weights (the text tower has done its work), the logit
+scale, the temperature and the normalisation of pixels, all in one module that can be traced.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from drople.errors import DropleError
+from drople.learner import PromptLearner
+from drople.methods import Method
+from drople.methods.adapter import FeatureAdapter
+
+
+class Classifier(nn.Module):
+    """uint8 squares [B, S, S, 3], as Pillow gives them, to probabilities [B, K] and logits [B, K].
+
+    The logits are divided by the temperature: their softmax is the probabilities.
+    """
+
+    mean: Tensor
+    std: Tensor
+    class_weights: Tensor
+
+    def __init__(self, learner: PromptLearner) -> None:
+        super().__init__()
+        method, backbone = learner.method_.eval(), learner.backbone_
+        # A method with logits of its own needs more than an image and weights: CoCoOp runs the text tower.
+        if type(method).logits not in (Method.logits, FeatureAdapter.logits):
+            raise DropleError(
+                f"{learner.method} makes the features of its classes anew for every image, so there are no class "
+                "weights to fold into a file: export a run of another method, or use --to hub, which keeps the "
+                "text tower."
+            )
+        self.method = method
+        # Known to the module, so that tracing finds the frozen weights under their names.
+        self.vision, self.projection = backbone.model.vision_model, backbone.model.visual_projection
+        self.temperature, self.size = learner.temperature_, backbone.pixels.size
+        self.register_buffer("mean", 255 * torch.tensor(backbone.pixels.mean))
+        self.register_buffer("std", 255 * torch.tensor(backbone.pixels.std))
+        self.register_buffer("class_weights", learner.class_weights(learner.words_).clone())
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        pixels = ((images.float() - self.mean) / self.std).permute(0, 3, 1, 2)
+        logits = self.method.logits(pixels, self.class_weights) / self.temperature
+        return logits.softmax(-1), logits
+
+    @torch.no_grad()
+    def probabilities(self, images: Tensor) -> Tensor:
+        return self(images)[0]
+
+
+def trace(learner: PromptLearner) -> ExportedProgram:
+    """The classifier as a graph, for batches of any size."""
+    classifier = Classifier(learner).eval()
+    example = torch.zeros(2, classifier.size, classifier.size, 3, dtype=torch.uint8)
+    with quiet(), torch.no_grad():
+        # Strict, because a plain trace takes `len(tensor)` for a constant and the batch would be fixed.
+        program = torch.export.export(
+            classifier, (example,), dynamic_shapes=({0: Dim("batch", min=1)},), strict=True
+        )
+    for node in program.graph.nodes:
+        # Where in whose home directory the code lay is nobody's business.
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            node.meta.pop(key, None)
+    return program
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No notes of the exporters: what matters of them shows in the check."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

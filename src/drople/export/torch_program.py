@@ -1,0 +1,29 @@
+"""The classifier as a `torch.export` program: a .pt2 archive that `torch.export.load` opens without drople.
+
+A .pt2 is a zip of JSON (the graph) and raw tensors. The example input that torch would add as a pickle is left
+out, so that opening the file needs no unpickling of anything but plain tensors.
+"""
+
+import io
+
+import torch
+
+from drople.export.check import Runner
+from drople.export.classifier import quiet, trace
+from drople.learner import PromptLearner
+
+
+def program_bytes(learner: PromptLearner) -> bytes:
+    program = trace(learner)
+    program.example_inputs = None
+    file = io.BytesIO()
+    with quiet():
+        torch.export.save(program, file)
+    return file.getvalue()
+
+
+def program_runner(content: bytes) -> Runner:
+    """The program as anyone would load it."""
+    with quiet():
+        module = torch.export.load(io.BytesIO(content)).module()
+    return lambda images: module(images)[0]
