@@ -93,6 +93,17 @@ def records(out: Path) -> dict[str, Any]:
     return found
 
 
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Which fields of which records differ: the environment does when the source changes meanwhile."""
+    names = sorted({*one, *other})
+    return [
+        f"{name}: {field}"
+        for name in names
+        for field in sorted({*one.get(name, {}), *other.get(name, {})})
+        if one.get(name, {}).get(field) != other.get(name, {}).get(field)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
@@ -125,13 +136,15 @@ def main() -> None:
                 whole = len(list(out.glob("*/[!.]*.json")))
                 print(f"kill {kills}: {whole} records written{', one run begun' * left}", file=sys.stderr, flush=True)
             undisturbed(call, out)
+            changed = differing(records(left_alone), records(out))
             same = {
                 "tables": table(out) == table(left_alone),
-                "records but timing": records(out) == records(left_alone),
+                "records but timing": not changed,
                 "what lies beside them": not (out / ".work").exists(),
             }
             equal = equal and all(same.values())
             print(f"round {rounds}: " + ", ".join(f"{what} {'equal' if ok else 'DIFFER'}" for what, ok in same.items()))
+            print("\n".join(changed), end="\n" * bool(changed))
         print(f"{len(records(left_alone))} runs, {kills} kills in {rounds} rounds, {inside} of them inside a run: ", end="")
         print("equal" if equal else "NOT EQUAL")
     sys.exit(0 if equal else 1)

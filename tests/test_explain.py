@@ -27,6 +27,7 @@ from drople import PromptLearner
 from drople.data.images import normalise, square
 from drople.errors import DropleError
 from drople.explain import class_index, explain, gradcam, importance_maps, overlay, places, word_importance
+from drople.progress import Quiet
 
 BASE = ("red", "green", "blue")
 
@@ -101,6 +102,7 @@ def slow_gradcam(
     feature = slow_linear(model.visual_projection, slow_norm(model.vision_model.post_layernorm, cls))
     logit = learner.backbone_.logit_scale * (feature / feature.norm()) @ direction.double()
     (gradient,) = torch.autograd.grad(logit, normed)
+    normed = normed.detach()
     heat = []
     for patch in range(1, 1 + side * side):
         total = 0.0
@@ -164,7 +166,7 @@ def test_every_kind_of_method_has_a_gradcam(method: str, monkeypatch: pytest.Mon
     heat = gradcam(learner, images, targets)
     assert heat.shape == (2, 2, 2) and heat.isfinite().all()
     assert heat.min() >= 0 and heat.max() <= 1 and (heat.flatten(1).amax(1) > 0).any()
-    # One step of the normed patches along the mean gradient must move the logit as the heat's sum predicts.
+    # The gradient that the heat is made of must say how the logit moves when the normed patches grow.
     norm: Any = learner.backbone_.model.vision_model.encoder.layers[-1].layer_norm1
     weights = learner.class_weights(learner.words_)
     seen: list[Tensor] = []
@@ -186,8 +188,6 @@ def test_every_kind_of_method_has_a_gradcam(method: str, monkeypatch: pytest.Mon
         hook.remove()
         return logits[:, 0].double()
 
-    import drople.explain as module
-
     caught: list[Tensor] = []
     real = torch.autograd.grad
 
@@ -195,7 +195,7 @@ def test_every_kind_of_method_has_a_gradcam(method: str, monkeypatch: pytest.Mon
         caught.append(real(*given, **more)[0])
         return (caught[-1],)
 
-    monkeypatch.setattr(module.torch.autograd, "grad", spy)
+    monkeypatch.setattr(torch.autograd, "grad", spy)
     gradcam(learner, images, targets)
     slope = (moved(1e-2) - moved(-1e-2)) / 2e-2
     expected = (caught[0][:, 1:5] * seen[0][:, 1:5]).sum((1, 2)).double()
@@ -242,6 +242,8 @@ def test_maps_do_not_hang_on_what_dropping_does(tiny: PromptLearner) -> None:
     removing = fit(tiny_backbone(vision_layers=3, image=12), operation="remove", draw="one_layer")
     maps = importance_maps(removing, random_images(removing.backbone_, 2))
     assert maps["importance"].shape == (3, 2, 3, 3)
+    shared = fit(tiny_backbone(vision_layers=3, image=12), draw="shared")
+    assert importance_maps(shared, random_images(shared.backbone_, 2))["class"].shape == (1, 2, 3, 3)
     vanilla = fit(tiny_backbone(vision_layers=3, image=12), rate="uniform")
     only = importance_maps(vanilla, random_images(vanilla.backbone_, 1))
     assert set(only) == {"probability"} and (only["probability"] == 0.5).all()
@@ -261,7 +263,9 @@ def test_words_are_those_of_the_sentence(tiny: PromptLearner) -> None:
     assert len(pieces) == len(tiny.backbone_.tokenizer.words("abyssinian cat"))
     prompts = [*(f"[P{n}]" for n in range(1, 5)), *(f"[S{n}]" for n in range(1, 17))]
     assert [w.text for w in words if w.special] == ["bos", *prompts, "eos"]
-    assert all(len(w.importance) == 3 and 0 <= min(w.importance) <= max(w.importance) <= 1 for w in words[:-1])
+    assert all(
+        len(w.importance) == 3 and 0 <= min(w.importance) <= max(w.importance) <= 1 for w in words[:-1]
+    )
     assert words[-1].mean is None
     # At each layer the most important token has 1 and the least 0.
     layers = np.array([w.importance for w in words[:-1]])
@@ -270,7 +274,15 @@ def test_words_are_those_of_the_sentence(tiny: PromptLearner) -> None:
 
 def test_words_that_a_method_keeps_are_shown() -> None:
     learner = fit(tiny_backbone(vision_layers=2, text_layers=2, image=8), "maple+drople")
-    assert [w.text for w in word_importance(learner, "red")] == ["bos", "[P1]", "[P2]", "of", "a", "red", "eos"]
+    assert [w.text for w in word_importance(learner, "red")] == [
+        "bos",
+        "[P1]",
+        "[P2]",
+        "of",
+        "a",
+        "red",
+        "eos",
+    ]
 
 
 # Pictures ------------------------------------------------------------------------------------------
@@ -292,13 +304,15 @@ def test_overlay_colours_what_is_hot_and_nothing_else() -> None:
 
 
 def test_a_picture_an_image(run: Path, data: Path, tmp_path: Path) -> None:
-    images = [data / "test" / c / "200.png" for c in BASE]
+    images = [data / "test" / c / "200.png" for c in BASE[:2]]
     rows = explain(run, images, out=tmp_path)
-    names = [f"{c}-200-explained.png" for c in BASE]
+    names = [f"{c}-200-explained.png" for c in BASE[:2]]
     assert [row["picture"] for row in rows] == [str(tmp_path / name) for name in names]
     learner = PromptLearner.load(run)
     assert [row["class"] for row in rows] == learner.predict(images)
-    np.testing.assert_allclose([r["probability"] for r in rows], learner.predict_proba(images).max(1), atol=1e-4)
+    np.testing.assert_allclose(
+        [r["probability"] for r in rows], learner.predict_proba(images).max(1), atol=1e-4
+    )
     for name in names:
         with Image.open(tmp_path / name) as drawn:
             assert drawn.width == 1680 and drawn.height > 1000
@@ -333,7 +347,9 @@ def test_comparison_of_zero_shot_a_run_and_another(run: Path, data: Path, tmp_pa
     PromptLearner(tiny_checkpoint(), **given).fit(data, out=vanilla)
     rows = explain(run, [data / "test"], out=tmp_path / "two", compare=True)
     assert len(rows) == 9
-    assert {row["picture"] for row in rows} == {str(tmp_path / "two" / n) for n in ("comparison.png", "comparison-2.png")}
+    assert {row["picture"] for row in rows} == {
+        str(tmp_path / "two" / n) for n in ("comparison.png", "comparison-2.png")
+    }
     more = explain(run, [data / "test" / "red"], out=tmp_path / "three.png", compare_with=[vanilla])
     sizes = [Image.open(rows[-1]["picture"]).size, Image.open(more[0]["picture"]).size]
     assert sizes[0][0] == sizes[1][0] and sizes[0][1] < sizes[1][1]
@@ -341,13 +357,8 @@ def test_comparison_of_zero_shot_a_run_and_another(run: Path, data: Path, tmp_pa
 
 
 def test_bad_images_are_skipped_and_named(run: Path, data: Path, tmp_path: Path) -> None:
-    class Listener:
-        lines: list[str] = []
-
-        def task(self, what: str, total: int) -> Any:
-            import contextlib
-
-            return contextlib.nullcontext(lambda done, values=None, **more: None)
+    class Listener(Quiet):
+        lines: list[str] = []  # noqa: RUF012
 
         def say(self, line: str) -> None:
             self.lines.append(line)
@@ -391,13 +402,17 @@ def test_no_picture_is_written_over_another_or_over_an_image(tmp_path: Path) -> 
 
 
 def test_classes_are_found_by_folder_or_words(tmp_path: Path) -> None:
-    learner = PromptLearner(tiny_checkpoint(), "zero-shot").fit(pictures(tmp_path / "d"), classnames={"red": "dark rose"})
+    learner = PromptLearner(tiny_checkpoint(), "zero-shot").fit(
+        pictures(tmp_path / "d"), classnames={"red": "dark rose"}
+    )
     assert class_index(learner, "Dark Rose") == class_index(learner, "RED") == learner.classes_.index("red")
 
 
 def test_gradcam_finds_the_patch_that_differs() -> None:
     """On real weights and pixels: a drawing on an empty page lights up where it is, not elsewhere."""
-    learner = PromptLearner("pocket", "zero-shot").fit([(picture(c, n), c) for c in BASE for n in range(2)], None)
+    learner = PromptLearner("pocket", "zero-shot").fit(
+        [(picture(c, n), c) for c in BASE for n in range(2)], None
+    )
     page = np.full((128, 128, 3), 255, np.uint8)
     page[16:64, 64:112] = (220, 30, 30)
     pixels = learner.backbone_.pixels

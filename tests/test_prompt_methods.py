@@ -528,8 +528,9 @@ def training(name: str, folder: Path) -> Training:
     torch.manual_seed(0)
     method = make(name, backbone, TASK, {"gpa_mean": 0.6, "gpa_std": 0.4} if name == "promptsrc" else {})
     side = backbone.pixels.size
-    pixels = torch.randint(256, (8, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    data = TrainingData(pixels, torch.arange(8) % len(WORDS), backbone.encode_images(random_images(backbone, 8)))
+    drawn = torch.randint(256, (8, 3, side, side), generator=torch.Generator().manual_seed(1))
+    frozen = backbone.encode_images(random_images(backbone, 8))
+    data = TrainingData(drawn.to(torch.uint8), torch.arange(8) % len(WORDS), frozen)
     options = TrainingOptions(epochs=3, batch_size=4, lr=0.05)
     return Training(method, data, options, seed=1, precision="float32", folder=folder)
 

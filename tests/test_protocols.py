@@ -80,8 +80,10 @@ def go(run: Run, work: Path) -> dict[str, Any]:
 
 
 def timeless(record: dict[str, Any]) -> str:
-    """A record as it stands on disk, but for the time."""
-    return json.dumps({name: value for name, value in record.items() if name != "timing"}, indent=1)
+    """A record as it stands on disk, but for the time and the commit, which may change while tests run."""
+    rest = {name: value for name, value in record.items() if name != "timing"}
+    rest["environment"] = {name: value for name, value in rest["environment"].items() if name != "git"}
+    return json.dumps(rest, indent=1)
 
 
 def files(data: ImageData, split: str) -> set[str]:

@@ -4,8 +4,8 @@ The paper's efficiency figure. Each method is measured in a process of its own, 
 no peak of memory, on random images and ImageNet's class names: costs do not hang on what is seen.
 
 FLOPs are those of matrix products and convolutions, two for a multiply-add. Memory is the peak while training
-(for a method that learns nothing, while predicting), weights and activations, without the images: on a GPU what
-torch allocated, on a CPU what the process grew by.
+(for a method that learns nothing, while predicting), weights and activations, without the images: on a GPU
+what torch allocated, on a CPU what the process grew by.
 """
 
 import ctypes
@@ -84,8 +84,8 @@ def _hollow_shape(name: str) -> "Backbone":
 def class_names(count: int) -> tuple[str, ...]:
     """So many of ImageNet's class names."""
     text = (resources.files("drople.data") / "imagenet_classes.txt").read_text("utf-8")
-    lines = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    names = tuple(dict.fromkeys(lines))
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    names = tuple(dict.fromkeys(line.split(maxsplit=1)[1] for line in lines))
     if not 2 <= count <= len(names):
         raise DropleError(f"costs can be measured for 2 to {len(names)} classes, not {count}.")
     return names[:count]
@@ -104,7 +104,7 @@ def costs(
     repeats: int = REPEATS,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[Cost]:
-    """Every method on every backbone: a name that `Backbone.load` knows, or a shape such as `shape:vit-b-16`."""
+    """Every method on every backbone: what `Backbone.load` takes, or a shape such as `shape:vit-b-16`."""
     from drople.methods import REGISTRY, find
 
     chosen = list(methods) if methods else sorted(REGISTRY)
@@ -127,7 +127,11 @@ def _elsewhere(*arguments: object) -> Cost:
     home = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, "-c", WORKER], input=json.dumps(arguments), capture_output=True, text=True, env=environment
+        [sys.executable, "-c", WORKER],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
@@ -158,7 +162,13 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     from drople.data.images import normalise
     from drople.methods import Task, make, option_names
 
-    place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError):
+        raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     before = _resident()
     torch.manual_seed(0)
@@ -221,8 +231,9 @@ def _training_step(method: "Method", classes: int, batch: int) -> Callable[[], o
 
     backbone, device = method.backbone, method.backbone.device
     size, count = round(backbone.pixels.size * ROOM), max(classes * SHOTS, batch)
+    image = torch.randint(0, 256, (1, 3, size, size), dtype=torch.uint8, device=device)
     data = TrainingData(
-        images=torch.randint(0, 256, (1, 3, size, size), dtype=torch.uint8, device=device).expand(count, -1, -1, -1),
+        images=image.expand(count, -1, -1, -1),
         labels=torch.arange(count, device=device) % classes,
         frozen=torch.randn(count, backbone.embed_dim, device=device),
     )
@@ -323,7 +334,7 @@ def print_costs(found: Sequence[Cost]) -> None:
             short(cost.training_flops),
             short(cost.inference_flops),
             "-" if cost.step_seconds is None else duration(cost.step_seconds),
-            f"{cost.images_per_second:,.0f}" if cost.images_per_second >= 10 else f"{cost.images_per_second:.1f}",
+            f"{cost.images_per_second:,.{0 if cost.images_per_second >= 10 else 1}f}",
             f"{cost.memory_bytes / 2**20:,.0f} MiB",
         )
     Console().print(table)
@@ -353,7 +364,7 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
 
     trained = [cost for cost in found if cost.step_seconds is not None]
     if not trained:
-        raise DropleError("there is nothing to plot: none of these methods trains. Add one that does, such as drople.")
+        raise DropleError("there is nothing to plot: none of these methods trains. Add one, such as drople.")
     largest = max(cost.memory_bytes for cost in trained)
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     backbones = list(dict.fromkeys(cost.backbone for cost in trained))
@@ -361,7 +372,7 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
         part = [cost for cost in trained if cost.backbone == backbone]
         axes.scatter(
             [cost.trainable for cost in part],
-            [cost.step_seconds for cost in part],
+            [cost.step_seconds or 0.0 for cost in part],
             s=[60 + 1500 * cost.memory_bytes / largest for cost in part],
             color=f"C{index}",
             alpha=0.45,
@@ -370,7 +381,8 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
         )
     axes.set(xscale="log", yscale="log", xlabel="numbers learned", ylabel="seconds a training step")
     for cost in trained:
-        axes.annotate(cost.method, (cost.trainable, cost.step_seconds or 0.0), fontsize=8, ha="center", va="center")
+        place = cost.trainable, cost.step_seconds or 0.0
+        axes.annotate(cost.method, place, fontsize=8, ha="center", va="center")
     axes.set_title(
         f"{trained[0].classes} classes, batch {trained[0].batch}, {trained[0].device}; "
         f"area: peak memory, the largest {largest / 2**30:.1f} GiB",
@@ -379,12 +391,12 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
     axes.grid(alpha=0.25, which="both")
     axes.margins(0.15)
     if len(backbones) > 1:
-        legend = axes.legend(frameon=False)
-        for handle in legend.legend_handles:
-            handle.set_sizes([60])
+        axes.legend(frameon=False, markerscale=0.4)
     try:
         figure.savefig(Path(out), dpi=150)
     except (OSError, ValueError) as error:
-        raise DropleError(f"the plot cannot be written to {out} ({error}): give a .png, .svg or .pdf file.") from None
+        raise DropleError(
+            f"cannot write a plot to {out} ({error}): give a .png, .svg or .pdf file."
+        ) from None
     finally:
         pyplot.close(figure)

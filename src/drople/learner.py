@@ -449,10 +449,10 @@ class PromptLearner:
         if key not in self._weights:
             with torch.no_grad():
                 if learned:
-                    weights = self.method_.class_weights(words)
+                    self._weights[key] = self.method_.class_weights(words)
                 else:
-                    weights = frozen_classes(self.backbone_, words, self.method_.task.templates)
-            self._weights[key] = torch.nn.functional.normalize(weights, dim=-1)
+                    features = frozen_classes(self.backbone_, words, self.method_.task.templates)
+                    self._weights[key] = torch.nn.functional.normalize(features, dim=-1)
         return self._weights[key]
 
     # Keeping ---------------------------------------------------------------------------------------

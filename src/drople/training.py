@@ -51,6 +51,9 @@ class TrainingOptions:
     loss: Literal["cross_entropy", "logit_adjusted"] = option(
         "cross_entropy", "cross_entropy, or logit_adjusted by class frequency for a long tail"
     )
+    crop_scale: float = option(
+        0.08, "the smallest part of an image that a random crop keeps (CoOp 0.08)", low=0.01, high=1
+    )
     augmentation: Augmentation = option(
         "crop_flip", "crop_flip, patch_randaugment (released: that on top of it), or none"
     )
@@ -79,13 +82,13 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def augment(images: Tensor, size: int, patch: int, kind: Augmentation) -> Tensor:
+def augment(images: Tensor, size: int, patch: int, kind: Augmentation, crop_scale: float = 0.08) -> Tensor:
     """uint8 images at training size to float pixels 0..255 at the backbone's size."""
     if kind == "none":
         return torch.nn.functional.interpolate(
             images.float(), size=(size, size), mode="bilinear", antialias=True
         )
-    cropped = random_resized_crop_flip(images, size)
+    cropped = random_resized_crop_flip(images, size, scale=(crop_scale, 1.0))
     return patch_randaugment(cropped, patch) if kind == "patch_randaugment" else cropped
 
 
@@ -191,7 +194,13 @@ class Training:
         """Forward and backward on some images; the losses, and what the method shows besides."""
         backbone = self.method.backbone
         size = backbone.pixels.size
-        pixels = augment(self.data.images[mine], size, size // backbone.patch_grid, self.options.augmentation)
+        pixels = augment(
+            self.data.images[mine],
+            size,
+            size // backbone.patch_grid,
+            self.options.augmentation,
+            self.options.crop_scale,
+        )
         batch = Batch(
             images=normalise(pixels, backbone.pixels, backbone.dtype),
             labels=self.data.labels[mine],

@@ -1,17 +1,19 @@
 """CLIPs that are only shapes: the towers of OpenAI's ViTs with weights that mean nothing.
 
-For costs and parameter counts without a download. The tokenizer is pocket's, so the text tower's table has its
-12,288 words instead of 49,408: the table is frozen and only looked up, which changes no count and no FLOP.
+For costs and parameter counts without a download. The tokenizer is pocket's, so the text tower's table has
+its 12,288 words instead of 49,408: the table is frozen and only looked up, which changes no count and no
+FLOP.
 """
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
-from drople.backbone.clip import Backbone
+from drople.backbone.clip import Backbone, Sentences
 from drople.backbone.loading import Checkpoint, load_checkpoint
 from drople.errors import unknown
 
@@ -28,7 +30,7 @@ TEXT_LAYERS = 12
 def shape_backbone(name: str, *, hollow: bool = False) -> Backbone:
     """`vit-b-16` (or `shape:vit-b-16`) with random weights.
 
-    A hollow one has zeros for weights, and no memory for them: enough to count what a method would learn.
+    A hollow one has no memory for its weights and computes nothing: enough to count what a method learns.
     """
     plain = name.removeprefix(PREFIX)
     if plain not in SHAPES:
@@ -60,7 +62,18 @@ def shape_backbone(name: str, *, hollow: bool = False) -> Backbone:
     )
     model = _hollow(config) if hollow else CLIPModel(config)
     shown = PREFIX + plain
-    return Backbone(replace(pocket, name=shown, model=model, pixels=replace(pocket.pixels, size=pixels)))
+    source = replace(pocket, name=shown, model=model, pixels=replace(pocket.pixels, size=pixels))
+    return HollowBackbone(source) if hollow else Backbone(source)
+
+
+class HollowBackbone(Backbone):
+    """Gives zeros for features, at once."""
+
+    def encode_text(self, sentences: Sentences, **_: Any) -> Tensor:
+        return torch.zeros(len(sentences), self.embed_dim)
+
+    def encode_images(self, pixels: Tensor, **_: Any) -> Tensor:
+        return torch.zeros(len(pixels), self.embed_dim)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""A run made ready for elsewhere: an ONNX file, a `torch.export` program, or a folder for the Hugging Face Hub.
+"""A run made ready for elsewhere: an ONNX file, a `torch.export` program, a folder for the Hugging Face Hub.
 
 Files are checked before they are written: what comes out of one is compared with what the run itself says of
 the same pictures.
@@ -89,8 +89,8 @@ def export(
     check = compare(learner, answers, batches)
     if dtype == "float32" and check.largest_difference > TOLERANCE:
         raise DropleError(
-            f"the {to} file does not answer as the run does ({check.lines()[0]}): nothing was written. Try another "
-            "version of torch or of onnxruntime, and tell the authors."
+            f"the {to} file does not answer as the run does ({check.lines()[0]}): nothing was written. "
+            "Try another version of torch or of onnxruntime, and tell the authors."
         )
     write_bytes(out, content)
     return Exported(out, to, dtype, len(content), check)
@@ -100,7 +100,7 @@ def _check_place(out: Path, to: Target) -> None:
     """Refuse what cannot be written to before the work begins."""
     if to == "hub":
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise DropleError(f"{out} is there already: give --out a new folder, for what is uploaded from it.")
+            raise DropleError(f"{out} is there already: give --out a new folder.")
     elif out.suffix != SUFFIX[to]:
         raise DropleError(f"--to {to} writes a file: give --out a name that ends in {SUFFIX[to]}, not {out}.")
     elif out.is_dir():
@@ -124,7 +124,7 @@ def _plain(run: str | Path | PromptLearner, progress: Progress | None) -> Prompt
 
 
 def _reloaded(folder: Path, original: PromptLearner) -> PromptLearner:
-    """What the folder holds, on the backbone at hand: its name in the folder may be one that only the Hub knows."""
+    """What the folder holds, on the backbone at hand: its name there may be one that only the Hub knows."""
     config = read_json(folder / CONFIG)
     learner = PromptLearner(original.backbone_, config["method"], device="cpu", precision="float32")
     learner._set_up(config, config["options"])

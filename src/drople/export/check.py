@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drople.answers import percent
 from drople.data.dataset import DataSource, ImageData, load_data
 from drople.data.images import decode, normalise
 from drople.errors import DropleError
@@ -46,27 +47,30 @@ class Agreement:
         ]
         if self.accuracy is not None and self.run_accuracy is not None:
             points = 100 * (self.accuracy - self.run_accuracy)
-            shown.append(
-                f"accuracy {100 * self.accuracy:.1f}%, the run's {100 * self.run_accuracy:.1f}% ({points:+.1f} points)"
-            )
+            both = f"accuracy {percent(self.accuracy)}, the run's {percent(self.run_accuracy)}"
+            shown.append(f"{both} ({points:+.1f} points)")
         return shown
 
 
-def pictures_to_check(learner: PromptLearner, data: DataSource | ImageData | None, split: str | None) -> Pictures:
+def pictures_to_check(
+    learner: PromptLearner, data: DataSource | ImageData | None, split: str | None
+) -> Pictures:
     """Up to 200 images that training did not use, spread over the split; drawings where there is no data."""
     pixels = learner.backbone_.pixels
     if data is None:
         from drople.demo.drawings import CLASSES, picture
 
-        names = [CLASSES[n % len(CLASSES)] for n in range(CHECKED)]
-        drawn = [np.asarray(picture(name, np.random.default_rng(n), pixels.size)) for n, name in enumerate(names)]
+        drawn = [
+            np.asarray(picture(CLASSES[n % len(CLASSES)], np.random.default_rng(n), pixels.size))
+            for n in range(CHECKED)
+        ]
         return Pictures("drawings", torch.from_numpy(np.stack(drawn)))
     images = data if isinstance(data, ImageData) else load_data(data)
     known = {name: number for number, name in enumerate(learner.classes_)}
     if strangers := [name for name in images.classes if name not in known]:
         raise DropleError(
-            f"the run was not trained on {', '.join(strangers[:3])}: the exported file answers for the run's own "
-            "classes only, so check it on images of those."
+            f"the run was not trained on {', '.join(strangers[:3])}: the exported file answers for the run's "
+            "own classes only, so check it on images of those."
         )
     examples, name = learner._held_out(images, split)
     spread = np.unique(np.linspace(0, len(examples) - 1, CHECKED).round().astype(int))

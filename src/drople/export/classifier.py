@@ -35,9 +35,9 @@ class Classifier(nn.Module):
         # A method with logits of its own needs more than an image and weights: CoCoOp runs the text tower.
         if type(method).logits not in (Method.logits, FeatureAdapter.logits):
             raise DropleError(
-                f"{learner.method} makes the features of its classes anew for every image, so there are no class "
-                "weights to fold into a file: export a run of another method, or use --to hub, which keeps the "
-                "text tower."
+                f"{learner.method} makes the features of its classes anew for every image, so there are no "
+                "class weights to fold into a file: export a run of another method, or use --to hub, whose "
+                "folder drople loads with the text tower."
             )
         self.method = method
         # Known to the module, so that tracing finds the frozen weights under their names.

@@ -1,4 +1,4 @@
-"""A folder ready for upload to the Hugging Face Hub: what was learned, its config, its metrics and a model card.
+"""A folder ready for upload to the Hugging Face Hub: what was learned, its config, metrics and a model card.
 
 Nothing in it says where on which machine it was made: training images are known by the hash of their bytes.
 """
@@ -27,7 +27,8 @@ def write_hub(learner: PromptLearner, folder: Path, *, backbone: str | None, dat
     config = public_config(learner.config_, backbone)
     metrics = public_metrics(learner.metrics_)
     write_json(folder / CONFIG, config)
-    write_tensors(folder / PROMPTS, learner.method_.state_dict(), {"drople": __version__, "method": config["method"]})
+    about = {"drople": __version__, "method": str(config["method"])}
+    write_tensors(folder / PROMPTS, learner.method_.state_dict(), about)
     write_json(folder / METRICS, metrics)
     write_bytes(folder / CARD, card(learner, config, metrics, dataset).encode())
 
@@ -37,8 +38,8 @@ def public_config(config: dict[str, Any], backbone: str | None) -> dict[str, Any
     name = str(config["backbone"]) if backbone is None else backbone
     if Path(name).expanduser().is_dir():
         raise DropleError(
-            f"the run's backbone is the folder {name}, which nobody else has: give its name on the Hugging Face Hub "
-            "with --backbone, such as openai/clip-vit-base-patch16."
+            f"the run's backbone is the folder {name}, which nobody else has: give its name on the Hugging "
+            "Face Hub with --backbone, such as openai/clip-vit-base-patch16."
         )
     samples = [[None, *rest] for _, *rest in config["samples"]]
     return config | {"backbone": name, "samples": samples}
@@ -59,7 +60,7 @@ def card(learner: PromptLearner, config: dict[str, Any], metrics: dict[str, Any]
     counts = [sum(sample[1] == name for sample in config["samples"]) for name in config["classes"]]
     each = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     hub_backbone = "/" in config["backbone"]
-    training = ", ".join(f"{name} {value}" for name, value in (config["options"] | config["training"]).items())
+    settings = [f"{name} {value}" for name, value in (config["options"] | config["training"]).items()]
     parts = [
         "---",
         "library_name: drople",
@@ -70,8 +71,9 @@ def card(learner: PromptLearner, config: dict[str, Any], metrics: dict[str, Any]
         "",
         f"# {title}, {len(config['classes'])} classes",
         "",
-        f"An image classifier: the frozen CLIP `{config['backbone']}` and {learner.method_.trainable:,} numbers "
-        f"learned by {title} from {each} images a class. The weights here are those numbers; drople brings the rest.",
+        f"An image classifier: the frozen CLIP `{config['backbone']}` and {learner.method_.trainable:,} "
+        f"numbers learned by {title} from {each} images a class. The weights here are those numbers; drople "
+        "brings the rest.",
         "",
         "## Use",
         "",
@@ -85,8 +87,8 @@ def card(learner: PromptLearner, config: dict[str, Any], metrics: dict[str, Any]
         "## Data",
         "",
         *([dataset, ""] if dataset else []),
-        f"{sum(counts)} training images, {each} a class (seed {config['seed']}); `config.json` knows each by the "
-        "SHA-256 of its bytes. Classes:",
+        f"{sum(counts)} training images, {each} a class (seed {config['seed']}); `config.json` knows each by "
+        "the SHA-256 of its bytes. Classes:",
         "",
         ", ".join(config["classes"]) + ".",
         "",
@@ -94,7 +96,7 @@ def card(learner: PromptLearner, config: dict[str, Any], metrics: dict[str, Any]
         "",
         f"Templates: {'; '.join(config['templates'])}",
         "",
-        f"Settings: {training}. drople {__version__}.",
+        f"Settings: {', '.join(settings)}. drople {__version__}.",
         "",
         "## Metrics and calibration",
         "",

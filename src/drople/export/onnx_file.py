@@ -39,7 +39,7 @@ def onnx_bytes(learner: PromptLearner, dtype: str) -> bytes:
             )
         model: ModelProto = made.model_proto
     if model.ByteSize() > LARGEST:
-        raise DropleError("this image tower is over 2 GB, more than one ONNX file can hold: try --dtype fp16.")
+        raise DropleError("this image tower is over 2 GB, more than an ONNX file can hold: try --dtype fp16.")
     _tidy(model)
     if dtype == "int8":
         model = _quantised(model)
@@ -77,10 +77,10 @@ def describe(learner: PromptLearner, dtype: str) -> dict[str, str]:
         "std": json.dumps(pixels.std),
         "temperature": repr(learner.temperature_),
         "input": f"images: uint8 [batch, {pixels.size}, {pixels.size}, 3], RGB. Resize the shorter side to "
-        f"{pixels.size} ({resample.name.lower()}), crop the centre. Scaling to 0..1 and normalising by mean and "
-        "std are in the graph.",
-        "output": "probabilities: float32 [batch, classes], calibrated. logits: the same before the softmax, logit "
-        "scale and temperature applied.",
+        f"{pixels.size} ({resample.name.lower()}), crop the centre. Scaling to 0..1 and normalising by mean "
+        "and std are in the graph.",
+        "output": "probabilities: float32 [batch, classes], calibrated. logits: the same before the softmax, "
+        "logit scale and temperature applied.",
     }
 
 

@@ -1,7 +1,7 @@
 """The classifier as a `torch.export` program: a .pt2 archive that `torch.export.load` opens without drople.
 
-A .pt2 is a zip of JSON (the graph) and raw tensors. The example input that torch would add as a pickle is left
-out, so that opening the file needs no unpickling of anything but plain tensors.
+A .pt2 is a zip: the graph as JSON, the weights as raw bytes. The example input, which torch would add as a
+pickle, is left out, so nothing in the file is one.
 """
 
 import io

@@ -36,13 +36,17 @@ def write_report(
     """
     source, out = Path(source), Path(out)
     if not source.exists():
-        raise DropleError(f"there is no {source}: give a run folder of drople fit, or the records of drople benchmark.")
+        raise DropleError(
+            f"there is no {source}: give a run folder of drople fit, or the records of drople benchmark."
+        )
     if out.is_dir():
         raise DropleError(f"{out} is a folder: give --out the name of a file, such as report.html.")
     if (source / CONFIG).exists():
         name, content = "run", run_page(source, data, device, progress or Quiet())
     elif data is not None:
-        raise DropleError(f"{source} is no run folder, so --data cannot be used: records hold no model to show images.")
+        raise DropleError(
+            f"{source} is no run folder, so --data cannot be used: records hold no model to show images."
+        )
     else:
         name, content = "benchmark", benchmark_page(read_records([source]))
     # A class name read from a folder may hold lone surrogates, which are no UTF-8.

@@ -36,7 +36,9 @@ def benchmark_page(given: Sequence[Record]) -> dict[str, Any]:
         "tables": found,
         "heads": {"base": "Base", "novel": "Novel", "hm": "HM", "accuracy": "Accuracy"},
         "curves": few_shot_charts(records, colours),
-        "halves": [part for table in found if table.protocol in HALVES if (part := halves_part(table, colours))],
+        "halves": [
+            part for table in found if table.protocol in HALVES if (part := halves_part(table, colours))
+        ],
         "costs": [part for table in found if (part := cost_part(table, done, colours))],
         "failed": [record for record in records if record["status"] == "failed"],
         "environments": environments(records),
@@ -90,9 +92,15 @@ def few_shot_charts(records: Sequence[Record], colours: Mapping[str, int]) -> li
                 continue
             last = "; ".join(f"{line.name} {line.y[-1]:.1f}% at {line.x[-1]:g} shots" for line in lines)
             chart = line_chart(
-                lines, about=f"Few-shot curves, {dataset}: {last}.", x_title="shots a class", y_format=whole, log_x=True
+                lines,
+                about=f"Few-shot curves, {dataset}: {last}.",
+                x_title="shots a class",
+                y_format=whole,
+                log_x=True,
             )
-            charts.append({"title": dataset.capitalize() if dataset == "average" else dataset, "chart": chart})
+            charts.append(
+                {"title": dataset.capitalize() if dataset == "average" else dataset, "chart": chart}
+            )
         if charts:
             shown = [label for label in colours if any(label in methods for methods in own.values())]
             parts.append({"backbone": backbone, "charts": charts, "methods": shown})
@@ -107,7 +115,9 @@ def halves_part(table: Table, colours: Mapping[str, int]) -> dict[str, Any] | No
         for row in table.rows:
             base, novel, hm = (row.cells[group, head].mean for head in ("base", "novel", "hm"))
             if base is not None and novel is not None:
-                name = f"{row.name}: base {base:.1f}, novel {novel:.1f}" + (f", H {hm:.1f}" if hm is not None else "")
+                name = f"{row.name}: base {base:.1f}, novel {novel:.1f}" + (
+                    f", H {hm:.1f}" if hm is not None else ""
+                )
                 dots.append(Dot(name, base, novel, colours[row.name]))
         if dots:
             about = f"Base against novel accuracy, {title}. " + "; ".join(dot.name for dot in dots) + "."
@@ -117,11 +127,15 @@ def halves_part(table: Table, colours: Mapping[str, int]) -> dict[str, Any] | No
 
 
 def cost_part(table: Table, done: Sequence[Record], colours: Mapping[str, int]) -> dict[str, Any] | None:
-    """The accuracy of the whole table (HM, or the most shots) over parameters and over seconds of training."""
+    """The accuracy of the whole table (HM, or the most shots) over parameters and seconds of training."""
     group = AVERAGE if AVERAGE in table.groups else next(iter(table.groups))
     head = "hm" if table.protocol in HALVES else table.heads[-1]
-    own = [r for r in done if (r["protocol"], r["backbone"]) == (table.protocol, table.backbone) and in_table(r, table)]
-    rows = []
+    own = [
+        r
+        for r in done
+        if (r["protocol"], r["backbone"]) == (table.protocol, table.backbone) and in_table(r, table)
+    ]
+    rows: list[dict[str, Any]] = []
     for row in table.rows:
         runs = [r for r in own if " ".join(r["label"].split()) == row.name]
         accuracy = row.cells[group, head].mean
@@ -130,15 +144,31 @@ def cost_part(table: Table, done: Sequence[Record], colours: Mapping[str, int]) 
         if accuracy is not None and seconds and parameters:
             # Classes differ from dataset to dataset, and with them the size of some methods.
             rows.append(
-                {"name": row.name, "accuracy": accuracy, "parameters": fmean(parameters), "seconds": fmean(seconds)}
+                {
+                    "name": row.name,
+                    "accuracy": accuracy,
+                    "parameters": fmean(parameters),
+                    "seconds": fmean(seconds),
+                }
             )
     if not rows:
         return None
-    measure = "harmonic mean" if head == "hm" else f"accuracy at {head} shots" if table.shots is None else "accuracy"
+    measure = (
+        "harmonic mean"
+        if head == "hm"
+        else f"accuracy at {head} shots"
+        if table.shots is None
+        else "accuracy"
+    )
     charts = []
     for field, title in (("parameters", "trainable parameters"), ("seconds", "seconds to fit")):
         dots = [
-            Dot(f"{r['name']}: {number(r[field])} {title}, {r['accuracy']:.1f}%", r[field], r["accuracy"], colours[r["name"]])
+            Dot(
+                f"{r['name']}: {number(r[field])} {title}, {r['accuracy']:.1f}%",
+                r[field],
+                r["accuracy"],
+                colours[r["name"]],
+            )
             for r in rows
         ]
         about = f"{measure.capitalize()} over {title}. " + "; ".join(dot.name for dot in dots) + "."

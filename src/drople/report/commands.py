@@ -19,7 +19,12 @@ def fit_command(config: Mapping[str, Any]) -> str:
     preset = dict(kind.presets.get(config.get("preset") or "", {}))
     words = ["drople", "fit", "DATA", "--out", "RUN", "--method", config["method"]]
     words += ["--backbone", public_name(config["backbone"])]
-    words += ["--shots", "all" if config.get("shots") is None else str(config["shots"]), "--seed", str(config["seed"])]
+    words += [
+        "--shots",
+        "all" if config.get("shots") is None else str(config["shots"]),
+        "--seed",
+        str(config["seed"]),
+    ]
     if config.get("preset"):
         words += ["--preset", config["preset"]]
     usual = read_template(preset.get("templates", DEFAULT))
@@ -34,7 +39,9 @@ def fit_command(config: Mapping[str, Any]) -> str:
     settings = {n: v for n, v in config["training"].items() if v != getattr(expected, n, None)}
     if "epochs" in settings:
         words += ["--epochs", str(settings.pop("epochs"))]
-    settings |= {n: v for n, v in config["options"].items() if n not in preset or plain(v) != plain(preset[n])}
+    settings |= {
+        n: v for n, v in config["options"].items() if n not in preset or plain(v) != plain(preset[n])
+    }
     return shlex.join(words + _set(settings))
 
 
@@ -42,8 +49,18 @@ def benchmark_commands(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """One `drople benchmark` for the records that differ only in dataset, method, shots and seed."""
     bags: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        shared = [record["protocol"], record["backbone"], record.get("preset"), record.get("precision", "auto")]
-        shared += [record.get("ratio"), record.get("post_hoc"), record.get("targets") or (), record.get("options") or {}]
+        shared = [
+            record["protocol"],
+            record["backbone"],
+            record.get("preset"),
+            record.get("precision", "auto"),
+        ]
+        shared += [
+            record.get("ratio"),
+            record.get("post_hoc"),
+            record.get("targets") or (),
+            record.get("options") or {},
+        ]
         shared += [record["dataset"]] if record["protocol"] == "cross-dataset" else []
         bags.setdefault(repr(shared), []).append(record)
     return [_benchmark_command(bag) for bag in bags.values()]

@@ -1,4 +1,4 @@
-"""What a report shows of images: every test image judged once, the surest mistakes explained, some samples."""
+"""What a report shows of images: all test images judged, the surest mistakes explained, samples."""
 
 import base64
 import io
@@ -66,7 +66,9 @@ def look(learner: PromptLearner, images: ImageData) -> Looked:
     evaluation = metrics.evaluate(logits / learner.temperature_, truth, learner.classes_) | {
         "split": split,
         "images": len(kept),
-        "skipped": [file_name(examples[i].image, images.root) for i in sorted(set(range(len(examples))) - set(good))],
+        "skipped": [
+            file_name(examples[i].image, images.root) for i in sorted(set(range(len(examples))) - set(good))
+        ],
         "ece_uncalibrated": metrics.ece(logits.double().softmax(1), truth),
         "zero_shot_accuracy": metrics.accuracy(zero_shot, truth),
     }
@@ -104,8 +106,8 @@ def _examples(learner: PromptLearner, images: ImageData) -> tuple[list[Example],
     strange = [name for name in images.classes if name not in known]
     if strange:
         raise DropleError(
-            f"the run never saw the class {strange[0]!r} of this data ({len(strange)} such classes): give --data "
-            "what it was trained on; drople evaluate measures other classes."
+            f"the run never saw the class {strange[0]!r} of this data ({len(strange)} such classes): give "
+            "--data what it was trained on; drople evaluate measures other classes."
         )
     split = "test" if images.test else "val"
     found = images.split(split)
@@ -133,7 +135,10 @@ def _heats(
         return [[] for _ in examples], str(error)
     return [
         [
-            (f"for {learner.classes_[int(label)]}", thumbnail(overlay(small(example.image, MISTAKE_SIZE), heat)))
+            (
+                f"for {learner.classes_[int(label)]}",
+                thumbnail(overlay(small(example.image, MISTAKE_SIZE), heat)),
+            )
             for label, heat in ((predicted[i], said[i]), (truth[i], meant[i]))
         ]
         for i, example in enumerate(examples)

@@ -1,4 +1,4 @@
-"""The report of one run: what was trained on what, how well it does, how training went, what it gets wrong."""
+"""The report of one run: what was trained on what, how well it does, how it went, what it gets wrong."""
 
 import json
 import math
@@ -17,6 +17,7 @@ from drople.records import read_json, read_tensors
 from drople.regulariser import DropleOptions
 from drople.report.charts import (
     Line,
+    confidence_chart,
     confusion_chart,
     line_chart,
     number,
@@ -29,13 +30,16 @@ from drople.report.commands import fit_command, public_name
 from drople.report.pictures import Looked, look
 from drople.training import LOG
 
-CONFUSIONS = 15
+CONFUSIONS = 12
 # Columns of the log that are no term of the loss.
 NO_TERMS = ("step", "epoch", "loss", "lambda", "drop_rate_vision", "drop_rate_text", "accuracy", "lr")
 TERMS = {
     "loss": ("Total loss", "the sum of the terms, which is minimised"),
     "cross_entropy": ("Cross-entropy", "of the learnable branch, against the labels"),
-    "residual_entropy_visual": ("Residual entropy, visual", "weight × −H: it falls as what is left of an image says less of its class"),
+    "residual_entropy_visual": (
+        "Residual entropy, visual",
+        "weight × −H: it falls as what is left of an image says less of its class",
+    ),
     "residual_entropy_text": ("Residual entropy, text", "weight × −H: the same for what is left of a class"),
     "alignment": ("Alignment", "weighted; by it the bridge tokens learn"),
     "accuracy": ("Training accuracy", "of each batch, with tokens dropped"),
@@ -146,19 +150,27 @@ def confusion_part(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "chart": confusion_chart(counts[np.ix_(order, order)], [classes[k] for k in order], about),
         "top": [
-            {"truth": classes[r], "predicted": classes[c], "count": int(counts[r, c]), "of": int(counts[r].sum())}
+            {
+                "truth": classes[r],
+                "predicted": classes[c],
+                "count": int(counts[r, c]),
+                "of": int(counts[r].sum()),
+            }
             for r, c in pairs
         ],
     }
 
 
 def reliability_part(looked: Looked) -> list[dict[str, Any]]:
-    """The diagram before and after temperature scaling."""
-    found = looked.evaluation
-    return [
+    """The diagram before and after temperature scaling, and how sure the answers are."""
+    found, old, new = looked.evaluation, looked.uncalibrated, looked.calibrated
+    spread = confidence_chart(old["edges"], old["counts"], new["counts"], "How many answers are how sure.")
+    caption = "Bars: the share of a bin that is right. Red: too sure. Green: not sure enough."
+    diagrams = [
         {
-            "name": name,
-            "ece": ece,
+            "title": name,
+            "last": f"ECE {100 * ece:.1f}%",
+            "caption": caption,
             "chart": reliability_chart(
                 bins["edges"],
                 bins["accuracy"],
@@ -168,10 +180,12 @@ def reliability_part(looked: Looked) -> list[dict[str, Any]]:
             ),
         }
         for name, bins, ece in (
-            ("Before temperature scaling", looked.uncalibrated, found["ece_uncalibrated"]),
-            ("After temperature scaling", looked.calibrated, found["ece"]),
+            ("Before temperature scaling", old, found["ece_uncalibrated"]),
+            ("After temperature scaling", new, found["ece"]),
         )
     ]
+    bars = "Answers in each bin: bars after temperature scaling, outlines before."
+    return [*diagrams, {"title": "Confidence", "caption": bars, "chart": spread}]
 
 
 def has(log: Sequence[Mapping[str, float]], name: str) -> bool:
@@ -185,7 +199,10 @@ def loss_terms(log: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def curve(
-    log: Sequence[Mapping[str, float]], name: str, colour: int = 0, band: tuple[float, float, str] | None = None
+    log: Sequence[Mapping[str, float]],
+    name: str,
+    colour: int = 0,
+    band: tuple[float, float, str] | None = None,
 ) -> dict[str, Any]:
     """One value over the steps: every step faintly, the mean of each epoch boldly, as a batch alone jumps."""
     rows = [row for row in log if name in row]
@@ -200,7 +217,9 @@ def curve(
     shares = name == "accuracy" or name.startswith("drop_rate")
     heading, caption = TERMS.get(name, (name.replace("_", " ").capitalize(), ""))
     form = share if shares else number
-    about = f"{heading} over {len(rows)} steps: {form(lines[-1].y[0])} at first, {form(lines[-1].y[-1])} at last."
+    about = (
+        f"{heading} over {len(rows)} steps: {form(lines[-1].y[0])} at first, {form(lines[-1].y[-1])} at last."
+    )
     y_range = (0.0, min(1.0, 1.1 * max(values)) or 1.0) if name == "accuracy" else None
     if band is not None:
         y_range = (max(0.0, min(band[0], *values) - 0.05), min(1.0, max(band[1], *values) + 0.05))
@@ -208,7 +227,9 @@ def curve(
     return {"title": heading, "caption": caption, "chart": chart, "last": form(lines[-1].y[-1])}
 
 
-def dropout_part(config: Mapping[str, Any], log: Sequence[Mapping[str, float]], wrapped: bool) -> dict[str, Any] | None:
+def dropout_part(
+    config: Mapping[str, Any], log: Sequence[Mapping[str, float]], wrapped: bool
+) -> dict[str, Any] | None:
     """How tokens dropped over training, beside the drop range they are drawn from."""
     if not wrapped or not (has(log, "drop_rate_vision") or has(log, "drop_rate_text")):
         return None
