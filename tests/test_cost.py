@@ -25,6 +25,12 @@ from drople.errors import DropleError
 from drople.methods import REGISTRY
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the processes that measure: on a busy machine threads wait for each other a hundredfold."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def cost(method: str, **changes: object) -> Cost:
     plain = Cost(method, "pocket", 100, 32, "cpu", 2048, 10**12, 10**9, 0.5, 100.0, 2**30)
     return Cost(**{**vars(plain), **changes})  # type: ignore[arg-type]

@@ -247,6 +247,8 @@ class TestRun:
         (folder / "metrics.json").unlink()
         with pytest.raises(DropleError, match="not finished"):
             write_report(folder, tmp_path / "r.html")
+        with pytest.raises(DropleError, match="damaged"):
+            write_report(altered(samples=None), tmp_path / "r.html")
 
 
 class TestCommand:

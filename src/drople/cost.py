@@ -170,6 +170,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     except (RuntimeError, AssertionError):
         raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    _import_everything()
     before = _resident()
     torch.manual_seed(0)
     towers = shape_backbone(backbone) if backbone.startswith(PREFIX) else Backbone.load(backbone)
@@ -178,7 +179,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     options = {"cache_views": 0} if "cache_views" in option_names(method) else {}
     words = class_names(classes)
     made = make(method, towers, Task(words, ("a photo of a {}.",)), options).to(place)
-    step = _training_step(made, classes, batch)
+    step, gradients = _training_step(made, classes, batch)
     images = torch.randint(0, 256, (batch, 3, towers.pixels.size, towers.pixels.size), device=place)
     pixels = normalise(images, towers.pixels, dtype)
     weights = made.class_weights(words)
@@ -205,7 +206,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
         if made.trainable:
             made.train()
             with torch.enable_grad():
-                training_flops = _flops(step)
+                training_flops = _flops(gradients)
     return Cost(
         method=method,
         backbone=backbone,
@@ -221,8 +222,26 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     )
 
 
-def _training_step(method: "Method", classes: int, batch: int) -> Callable[[], object]:
-    """A step of the training loop as it is, on images that take no memory of their own."""
+def _import_everything() -> None:
+    """Code is no part of a method's memory, and torch imports much of its own at the first step only."""
+    import torch
+
+    import drople.training  # noqa: F401
+
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    (weight * weight).sum().backward()
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    optimizer.step()
+
+
+def _training_step(
+    method: "Method", classes: int, batch: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A step of the training loop as it is, on images that take no memory of their own; and its products.
+
+    On a GPU a step may be a CUDA graph, in which nothing can be counted: the second one never is.
+    """
     import torch
 
     from drople.learner import ROOM
@@ -238,9 +257,10 @@ def _training_step(method: "Method", classes: int, batch: int) -> Callable[[], o
         frozen=torch.randn(count, backbone.embed_dim, device=device),
     )
     if not method.trainable and not hasattr(method, "cache"):
-        return lambda: None
+        return (lambda: None), (lambda: None)
     training = Training(method, data, TrainingOptions(batch_size=batch), seed=0, precision="auto")
-    return lambda: training._step(torch.arange(batch))
+    indices = torch.arange(batch)
+    return (lambda: training._step(indices)), (lambda: training._gradients(indices.to(device)))
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: "torch.device") -> float:
@@ -292,18 +312,27 @@ def _peak(device: "torch.device", before: int) -> int:
 
 
 def _peak_resident() -> int:
-    import resource
+    """The most bytes this process has had, since `_forget_peak` where that is possible."""
+    try:
+        return _kilobytes("VmHWM") * 1024
+    except OSError:
+        # Not on Linux, where it would also count the process that started this one.
+        import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _resident() -> int:
     """Bytes of this process now; elsewhere than on Linux the most so far."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _kilobytes("VmRSS") * 1024
     except OSError:
         return _peak_resident()
+
+
+def _kilobytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 # Showing -------------------------------------------------------------------------------------------
@@ -322,9 +351,9 @@ def print_costs(found: Sequence[Cost]) -> None:
     first = found[0]
     title = f"{first.classes} classes, batch {first.batch}, {first.device}"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True, min_width=max(len(cost.method) for cost in found))
     table.add_column("backbone")
-    for column in ("learned", "FLOPs a step", "FLOPs an image", "step", "images/s", "memory"):
+    for column in ("learned", "FLOPs/step", "FLOPs/image", "step", "images/s", "memory"):
         table.add_column(column, justify="right")
     for cost in found:
         table.add_row(

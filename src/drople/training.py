@@ -39,7 +39,7 @@ SAVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    epochs: int = option(20, "passes over the training images (released 20)", low=1)
+    epochs: int = option(30, "passes over the training images (released 20)", low=1)
     batch_size: int = option(32, "images a step (released 4)", low=1)
     optimizer: Literal["adamw", "sgd"] = option("adamw", "adamw (released) or sgd with momentum 0.9")
     lr: float = option(2e-3, "peak learning rate of the prompts (released 2e-4)", low=0)

@@ -13,8 +13,7 @@ import torch
 
 from drople.data.dataset import DataSource, ImageData
 from drople.errors import DropleError, unknown
-from drople.export.check import TOLERANCE, Agreement, compare, pictures_to_check
-from drople.export.classifier import Classifier
+from drople.export.check import TOLERANCE, Agreement, compare, own_answers, pictures_to_check
 from drople.export.hub import write_hub
 from drople.learner import CONFIG, PromptLearner
 from drople.progress import Progress
@@ -71,7 +70,7 @@ def export(
     batches = pictures_to_check(learner, data, split)
     if to == "hub":
         write_hub(learner, out, backbone=backbone, dataset=dataset)
-        check = compare(learner, Classifier(_reloaded(out, learner)).probabilities, batches)
+        check = compare(learner, own_answers(_reloaded(out, learner)), batches)
         if check.largest_difference > TOLERANCE:
             raise DropleError(f"{out} does not answer as the run does ({check.lines()[0]}): this is a bug.")
         size = sum(file.stat().st_size for file in out.iterdir())

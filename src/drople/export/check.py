@@ -82,16 +82,24 @@ def pictures_to_check(
     return Pictures(f"images of {name}", squares.permute(0, 2, 3, 1).contiguous(), labels)
 
 
+def own_answers(learner: PromptLearner) -> Runner:
+    """The learner's own path from pixels to probabilities."""
+    backbone, weights = learner.backbone_, learner.class_weights(learner.words_)
+
+    def answer(images: Tensor) -> Tensor:
+        pixels = normalise(images.permute(0, 3, 1, 2), backbone.pixels, backbone.dtype)
+        return (learner.method_.logits(pixels, weights) / learner.temperature_).softmax(-1)
+
+    return answer
+
+
 @torch.no_grad()
 def compare(learner: PromptLearner, exported: Runner, pictures: Pictures) -> Agreement:
-    """The run's own path from pixels to probabilities against the exported one."""
-    weights = learner.class_weights(learner.words_)
-    own, theirs = [], []
-    for images in pictures.images.split(BATCH):
-        pixels = normalise(images.permute(0, 3, 1, 2), learner.backbone_.pixels, learner.backbone_.dtype)
-        own.append((learner.method_.logits(pixels, weights) / learner.temperature_).softmax(-1))
-        theirs.append(exported(images))
-    before, after = torch.cat(own), torch.cat(theirs)
+    """What the learner says of the pictures against what the export says."""
+    parts = pictures.images.split(BATCH)
+    before, after = (
+        torch.cat([answer(part) for part in parts]) for answer in (own_answers(learner), exported)
+    )
     accuracies: Sequence[float | None] = (None, None)
     if pictures.labels is not None:
         accuracies = [(p.argmax(1) == pictures.labels).float().mean().item() for p in (after, before)]

@@ -52,10 +52,6 @@ class Classifier(nn.Module):
         logits = self.method.logits(pixels, self.class_weights) / self.temperature
         return logits.softmax(-1), logits
 
-    @torch.no_grad()
-    def probabilities(self, images: Tensor) -> Tensor:
-        return self(images)[0]
-
 
 def trace(learner: PromptLearner) -> ExportedProgram:
     """The classifier as a graph, for batches of any size."""
@@ -66,6 +62,8 @@ def trace(learner: PromptLearner) -> ExportedProgram:
         program = torch.export.export(
             classifier, (example,), dynamic_shapes=({0: Dim("batch", min=1)},), strict=True
         )
+    for weight in program.parameters():
+        weight.requires_grad_(False)
     for node in program.graph.nodes:
         # Where in whose home directory the code lay is nobody's business.
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):

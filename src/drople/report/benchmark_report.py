@@ -11,6 +11,8 @@ from drople.report.commands import benchmark_commands, public_name
 from drople.tables import AVERAGE, HALVES, Table, curves, tables
 
 Record = Mapping[str, Any]
+# Numbers with their deviations that fit beside each other on a page, and on paper.
+COLUMNS = 10
 ENVIRONMENT = ("device", "drople", "python", "torch", "transformers")
 
 
@@ -18,9 +20,10 @@ def benchmark_page(given: Sequence[Record]) -> dict[str, Any]:
     """Everything the template of a benchmark shows."""
     records = [public(record, short_names(given)) for record in given]
     done = [record for record in records if record["status"] == "done"]
-    labels = dict.fromkeys(row.name for table in tables(records) for row in table.rows)
-    colours = {label: number for number, label in enumerate(labels)}
     found = tables(records)
+    labels = dict.fromkeys(row.name for table in found for row in table.rows)
+    colours = {label: colour for colour, label in enumerate(labels)}
+    titles = {group: title for table in found for group, title in table.groups.items()}
     return {
         "title": f"Benchmark of {len(labels)} methods",
         "version": ", ".join(sorted({r.get("environment", {}).get("drople", "unknown") for r in records})),
@@ -33,9 +36,9 @@ def benchmark_page(given: Sequence[Record]) -> dict[str, Any]:
             "Seeds": listed(str(seed) for seed in sorted({r["seed"] for r in records})),
         },
         "colours": colours,
-        "tables": found,
+        "tables": [(table, blocks(table)) for table in found],
         "heads": {"base": "Base", "novel": "Novel", "hm": "HM", "accuracy": "Accuracy"},
-        "curves": few_shot_charts(records, colours),
+        "curves": few_shot_charts(records, colours, titles),
         "halves": [
             part for table in found if table.protocol in HALVES if (part := halves_part(table, colours))
         ],
@@ -68,7 +71,15 @@ def listed(values: Any) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-def few_shot_charts(records: Sequence[Record], colours: Mapping[str, int]) -> list[dict[str, Any]]:
+def blocks(table: Table) -> list[list[str]]:
+    """The datasets of a table in blocks that a page can hold side by side, as in the paper."""
+    names, step = list(table.groups), max(1, COLUMNS // len(table.heads))
+    return [names[start : start + step] for start in range(0, len(names), step)]
+
+
+def few_shot_charts(
+    records: Sequence[Record], colours: Mapping[str, int], titles: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """A chart a dataset, the average first, for every backbone with runs of more than one number of shots."""
     few = [record for record in records if record["protocol"] == "few-shot"]
     parts = []
@@ -98,9 +109,7 @@ def few_shot_charts(records: Sequence[Record], colours: Mapping[str, int]) -> li
                 y_format=whole,
                 log_x=True,
             )
-            charts.append(
-                {"title": dataset.capitalize() if dataset == "average" else dataset, "chart": chart}
-            )
+            charts.append({"title": titles.get(dataset, "Average"), "chart": chart})
         if charts:
             shown = [label for label in colours if any(label in methods for methods in own.values())]
             parts.append({"backbone": backbone, "charts": charts, "methods": shown})

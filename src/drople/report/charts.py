@@ -186,7 +186,10 @@ def halves_chart(dots: Sequence[Dot], about: str) -> Markup:
         inside = (novels >= frame.y_range[0]) & (novels <= frame.y_range[1])
         if level > 0 and inside.sum() > 1:
             parts.append(_tag("path", cls="contour", d=_path(frame, reached[inside], novels[inside])))
-            x, y = frame.x(reached[inside][-1]), min(frame.y(novels[inside][-1]) - 3, HEIGHT - BOTTOM - 4)
+            x, y = (
+                max(frame.x(reached[inside][-1]), LEFT + 34),
+                min(frame.y(novels[inside][-1]) - 3, HEIGHT - BOTTOM - 4),
+            )
             parts.append(_tag("text", f"H {level:g}", cls="note", x=x - 3, y=y, text_anchor="end"))
     parts.append(_tag("text", "novel accuracy", x=LEFT + 4, y=TOP))
     return _chart([*parts, *_dots(frame, dots)], about)

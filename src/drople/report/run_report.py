@@ -10,7 +10,7 @@ import numpy as np
 
 from drople.data.dataset import load_data
 from drople.errors import DropleError
-from drople.learner import CONFIG, METRICS, PROMPTS, PromptLearner
+from drople.learner import CONFIG, CONFIG_FIELDS, METRICS, PROMPTS, PromptLearner, sound
 from drople.methods import find
 from drople.progress import Progress
 from drople.records import read_json, read_tensors
@@ -55,6 +55,8 @@ def run_page(folder: Path, data: str | Path | None, device: str, progress: Progr
     config = read_json(folder / CONFIG)
     if not (folder / METRICS).exists():
         raise DropleError(f"{folder} is not finished: go on with drople fit --resume, then report.")
+    if not all(isinstance(config.get(n), kind) for n, kind in CONFIG_FIELDS.items()) or not sound(config):
+        raise DropleError(f"{folder / CONFIG} is damaged: copy the run again, or train anew.")
     saved = read_json(folder / METRICS)
     looked: Looked | None = None
     if data is not None:
