@@ -37,7 +37,12 @@ def command(given: argparse.Namespace, datasets: list[str], out: Path) -> list[s
         "--root": [given.data],
         "--out": [str(out)],
     }
-    return [*DROPLE, "benchmark", "base-to-novel", *(text for flag, texts in listed.items() for text in (flag, *texts))]
+    return [
+        *DROPLE,
+        "benchmark",
+        "base-to-novel",
+        *(text for flag, texts in listed.items() for text in (flag, *texts)),
+    ]
 
 
 def undisturbed(call: list[str], out: Path) -> float:
@@ -105,10 +110,14 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--backbone", default="pocket", help="pocket, or a folder")
-    parser.add_argument("--data", default="data", metavar="ROOT", help="where datasets lie that are given by name")
+    parser.add_argument(
+        "--data", default="data", metavar="ROOT", help="where datasets lie that are given by name"
+    )
     parser.add_argument("--datasets", nargs="+", help="names, folders or tables [drawings]")
     parser.add_argument("--methods", nargs="+", default=["coop", "drople"])
     parser.add_argument("--shots", type=int, default=4)
@@ -118,7 +127,9 @@ def main() -> None:
     moments = random.Random(given.seed)
     with tempfile.TemporaryDirectory(prefix="drople-kill-") as folder:
         place = Path(folder)
-        datasets = given.datasets or [str(draw(place / "drawings", train_per_class=6, test_per_class=4, size=96))]
+        datasets = given.datasets or [
+            str(draw(place / "drawings", train_per_class=6, test_per_class=4, size=96))
+        ]
         left_alone = place / "undisturbed"
         seconds = undisturbed(command(given, datasets, left_alone), left_alone)
         print(table(left_alone))
@@ -134,7 +145,11 @@ def main() -> None:
                 left = any((out / ".work").glob("*/*"))
                 inside += left
                 whole = len(list(out.glob("*/[!.]*.json")))
-                print(f"kill {kills}: {whole} records written{', one run begun' * left}", file=sys.stderr, flush=True)
+                print(
+                    f"kill {kills}: {whole} records written{', one run begun' * left}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             undisturbed(call, out)
             changed = differing(records(left_alone), records(out))
             same = {
@@ -143,9 +158,15 @@ def main() -> None:
                 "what lies beside them": not (out / ".work").exists(),
             }
             equal = equal and all(same.values())
-            print(f"round {rounds}: " + ", ".join(f"{what} {'equal' if ok else 'DIFFER'}" for what, ok in same.items()))
+            print(
+                f"round {rounds}: "
+                + ", ".join(f"{what} {'equal' if ok else 'DIFFER'}" for what, ok in same.items())
+            )
             print("\n".join(changed), end="\n" * bool(changed))
-        print(f"{len(records(left_alone))} runs, {kills} kills in {rounds} rounds, {inside} of them inside a run: ", end="")
+        print(
+            f"{len(records(left_alone))} runs, {kills} kills in {rounds} rounds, {inside} of them inside a run: ",
+            end="",
+        )
         print("equal" if equal else "NOT EQUAL")
     sys.exit(0 if equal else 1)
 

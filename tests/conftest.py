@@ -13,5 +13,7 @@ def shared() -> pathlib.Path:
     """The folder with real data and the fp16 model; tests that need it are skipped where it is absent."""
     folder = pathlib.Path(os.environ.get("DROPLE_SHARED", ROOT.parent / "shared"))
     if not (folder / "data").is_dir():
-        pytest.skip(f"real data not found at {folder}: set DROPLE_SHARED to the folder that holds data/ and models/")
+        pytest.skip(
+            f"real data not found at {folder}: set DROPLE_SHARED to the folder that holds data/ and models/"
+        )
     return folder

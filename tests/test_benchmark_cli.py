@@ -60,7 +60,11 @@ def test_a_benchmark_prints_its_table_and_goes_on_another_time(data: Path, tmp_p
     arguments = ("benchmark", "base-to-novel", "--datasets", data, *QUICK, "--out", tmp_path / "records")
     first = drople(*arguments, environment=COLUMNS)
     assert first.code == 0, first.err
-    assert first.out.startswith("Base-to-novel generalization") and "zero-shot" in first.out and "HM" in first.out
+    assert (
+        first.out.startswith("Base-to-novel generalization")
+        and "zero-shot" in first.out
+        and "HM" in first.out
+    )
     assert "[2/2]" in first.err and "was there" not in first.err
     kept = contents(tmp_path / "records", [str(p) for p in records(tmp_path / "records")])
     assert len(kept) == 2
@@ -107,7 +111,9 @@ def test_a_failed_run_ends_in_a_paragraph_after_the_rest(data: Path, tmp_path: P
 
 
 def test_a_mistake_is_recorded_for_each_run_and_said_once(data: Path, tmp_path: Path) -> None:
-    answer = drople("benchmark", "few-shot", "--datasets", data, *QUICK, "--set", "p_maxx=0.4", "--out", tmp_path)
+    answer = drople(
+        "benchmark", "few-shot", "--datasets", data, *QUICK, "--set", "p_maxx=0.4", "--out", tmp_path
+    )
     assert answer.out == "" and "p_maxx" in paragraph(answer)
     assert [r["status"] for r in records(tmp_path).values()] == ["failed", "failed"]
     named = drople("benchmark", "few-shot", "--datasets", "eurosatt", *QUICK, "--out", tmp_path / "b")
@@ -148,7 +154,15 @@ def test_a_folder_a_table_and_a_named_dataset_stand_side_by_side(data: Path, tmp
     environment = {"DROPLE_DATA": str(root)}
     flags = ("--methods", "zero-shot", "--out", tmp_path / "records", "--json")
     answer = drople(
-        "benchmark", "base-to-novel", "--datasets", plain, table, "EuroSAT", *QUICK, *flags, environment=environment
+        "benchmark",
+        "base-to-novel",
+        "--datasets",
+        plain,
+        table,
+        "EuroSAT",
+        *QUICK,
+        *flags,
+        environment=environment,
     )
     assert answer.code == 0, answer.err
     assert [r["dataset"] for r in answer.json] == [str(plain), str(table), "eurosat"]
@@ -161,7 +175,9 @@ def test_a_folder_a_table_and_a_named_dataset_stand_side_by_side(data: Path, tmp
 
 def test_two_commands_give_the_same_records(data: Path, tmp_path: Path) -> None:
     for out in ("one", "two"):
-        answer = drople("benchmark", "long-tail", "--datasets", data, *QUICK, "--post-hoc", "gla", "--out", tmp_path / out)
+        answer = drople(
+            "benchmark", "long-tail", "--datasets", data, *QUICK, "--post-hoc", "gla", "--out", tmp_path / out
+        )
         assert answer.code == 0, answer.err
     assert records(tmp_path / "one") == records(tmp_path / "two") and len(records(tmp_path / "one")) == 2
 
@@ -172,7 +188,17 @@ def test_two_commands_give_the_same_records(data: Path, tmp_path: Path) -> None:
 def test_a_benchmark_killed_again_and_again_gives_the_undisturbed_table(data: Path, tmp_path: Path) -> None:
     """`benchmarks/kill_benchmark.py` does this with more kills and a real backbone."""
     settings = ("--backbone", tiny_checkpoint(), "--epochs", 12, "--shots", 3, "--seeds", 1, 2, 3)
-    arguments = ("benchmark", "base-to-novel", "--datasets", data, "--methods", "coop", "drople", *settings, "--out")
+    arguments = (
+        "benchmark",
+        "base-to-novel",
+        "--datasets",
+        data,
+        "--methods",
+        "coop",
+        "drople",
+        *settings,
+        "--out",
+    )
     begun = time.monotonic()
     undisturbed = drople(*arguments, tmp_path / "undisturbed", environment=COLUMNS)
     seconds = time.monotonic() - begun
@@ -210,13 +236,25 @@ def test_a_benchmark_killed_again_and_again_gives_the_undisturbed_table(data: Pa
 def written(data: Path) -> Path:
     out = own_folder() / "records"
     arguments = ("--methods", "zero-shot", "coop", "--seeds", 1, 2, "--shots", 2, "--epochs", 1)
-    answer = drople("benchmark", "base-to-novel", "--datasets", data, "--backbone", tiny_checkpoint(), *arguments, "--out", out)
+    answer = drople(
+        "benchmark",
+        "base-to-novel",
+        "--datasets",
+        data,
+        "--backbone",
+        tiny_checkpoint(),
+        *arguments,
+        "--out",
+        out,
+    )
     assert answer.code == 0, answer.err
     return out
 
 
 def test_a_table_in_every_format(written: Path) -> None:
-    shown = {form: drople("table", written, "--format", form) for form in ("text", "markdown", "latex", "csv")}
+    shown = {
+        form: drople("table", written, "--format", form) for form in ("text", "markdown", "latex", "csv")
+    }
     assert all(answer.code == 0 and answer.err == "" for answer in shown.values())
     assert "| coop |" in shown["markdown"].out and shown["latex"].out.startswith(r"\begin{table*}")
     assert shown["text"].out == drople("table", written).out
@@ -283,7 +321,17 @@ def test_data_get_names_the_nearest_or_prints_the_steps(tmp_path: Path) -> None:
     [
         (
             ("benchmark",),
-            ("--datasets", "--methods", "--seeds", "--shots", "--backbone", "--root", "--out", "--source", "--targets")
+            (
+                "--datasets",
+                "--methods",
+                "--seeds",
+                "--shots",
+                "--backbone",
+                "--root",
+                "--out",
+                "--source",
+                "--targets",
+            )
             + ("--ratio", "--post-hoc", "--retry-failed", "--set", "--json", "DROPLE_DATA", *PROTOCOLS),
         ),
         (("table",), ("--format", "markdown", "latex", "csv", "--by", "--published")),
@@ -311,8 +359,23 @@ def packs(shared: Path) -> Path:
 
 def test_the_packs_go_through_every_protocol(packs: Path, tmp_path: Path) -> None:
     targets = {"cross-dataset": ("--source", "dtd10")}
-    datasets = {"cross-dataset": ("dtd10", "pacs"), "domain-shift": ("pacs",), "base-to-novel": ("dtd10", "pacs")}
-    settings = ("--backbone", tiny_checkpoint(), "--epochs", 1, "--seeds", 1, "--methods", "coop", "--root", packs)
+    datasets = {
+        "cross-dataset": ("dtd10", "pacs"),
+        "domain-shift": ("pacs",),
+        "base-to-novel": ("dtd10", "pacs"),
+    }
+    settings = (
+        "--backbone",
+        tiny_checkpoint(),
+        "--epochs",
+        1,
+        "--seeds",
+        1,
+        "--methods",
+        "coop",
+        "--root",
+        packs,
+    )
     parts: dict[str, dict[str, int]] = {}
     for protocol in PROTOCOLS:
         shots = 8 if protocol == "long-tail" else 1
@@ -321,7 +384,9 @@ def test_the_packs_go_through_every_protocol(packs: Path, tmp_path: Path) -> Non
         answer = drople("benchmark", protocol, "--datasets", *named, *settings, *more)
         assert answer.code == 0, answer.err
         parts[protocol] = {
-            f"{r['dataset']} {part}": found["images"] for r in answer.json for part, found in r["results"].items()
+            f"{r['dataset']} {part}": found["images"]
+            for r in answer.json
+            for part, found in r["results"].items()
         }
         assert all(0 <= p["accuracy"] <= 1 for r in answer.json for p in r["results"].values())
         if protocol == "long-tail":
@@ -331,9 +396,16 @@ def test_the_packs_go_through_every_protocol(packs: Path, tmp_path: Path) -> Non
         "base-to-novel": {"dtd10 base": 180, "dtd10 novel": 180, "pacs base": 160, "pacs novel": 120},
         "few-shot": {"dtd10 test": 360},
         "cross-dataset": {"dtd10 source": 360, "dtd10 pacs": 280},
-        "domain-shift": {"pacs source": 280, "pacs art_painting": 280, "pacs cartoon": 280, "pacs sketch": 280},
+        "domain-shift": {
+            "pacs source": 280,
+            "pacs art_painting": 280,
+            "pacs cartoon": 280,
+            "pacs sketch": 280,
+        },
         "long-tail": {"dtd10 base": 180, "dtd10 novel": 180},
     }
     shown = drople("table", tmp_path)
-    assert shown.code == 0 and all(title in shown.out for title in ("Domain shift", "Cross-dataset", "Long-tail"))
+    assert shown.code == 0 and all(
+        title in shown.out for title in ("Domain shift", "Cross-dataset", "Long-tail")
+    )
     assert drople("data", "check", "dtd10", "--root", packs).out.rstrip().endswith("\nwhole")

@@ -90,7 +90,9 @@ def slow_bias(zero_shot: Tensor, labels: Tensor, log_prior: Tensor) -> Tensor:
     return log_q.log_softmax(0)
 
 
-@pytest.mark.parametrize(("classes", "count", "scale"), [(2, 20, 1.0), (5, 60, 1.0), (4, 40, 4.0), (7, 12, 1.0)])
+@pytest.mark.parametrize(
+    ("classes", "count", "scale"), [(2, 20, 1.0), (5, 60, 1.0), (4, 40, 4.0), (7, 12, 1.0)]
+)
 def test_the_estimate_is_the_minimum_of_the_risk(classes: int, count: int, scale: float) -> None:
     zero_shot, labels, _ = world(classes, count, seed=classes)
     prior = gla.class_log_prior(labels, classes)
@@ -146,7 +148,9 @@ def test_adjust_is_its_formula_and_undoes_both_biases() -> None:
     without = gla.adjust(learned, zero_shot, None, log_q)
     assert torch.allclose(without.double(), expected + prior, atol=1e-5)
     # Balanced labels: what carries neither bias beats what carries one.
-    balanced = torch.multinomial((zero_shot - log_q).softmax(1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    balanced = torch.multinomial(
+        (zero_shot - log_q).softmax(1), 1, generator=torch.Generator().manual_seed(0)
+    )[:, 0]
     assert accuracy(got, balanced) > accuracy(zero_shot, balanced) + 0.05
     assert accuracy(got, balanced) > accuracy(learned, balanced)
 
@@ -175,7 +179,9 @@ def test_training_adjusts_by_the_frequencies_of_the_samples(data: Path) -> None:
     assert torch.allclose(learner.method_.log_prior.float(), expected, atol=1e-6)
     # Few shots are drawn first: their frequencies count, not those of all training images.
     learner.fit(replace(images, train=tuple(uneven)), 2)
-    assert torch.allclose(learner.method_.log_prior.float(), torch.tensor([2 / 5, 2 / 5, 1 / 5]).log(), atol=1e-6)
+    assert torch.allclose(
+        learner.method_.log_prior.float(), torch.tensor([2 / 5, 2 / 5, 1 / 5]).log(), atol=1e-6
+    )
     learner.set_params(loss="cross_entropy").fit(replace(images, train=tuple(uneven)), None)
     assert learner.method_.log_prior is None
 

@@ -61,7 +61,9 @@ def print_predictions(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(column, justify="right" if column == "sure" else "left", overflow="fold")
     for row in rows:
         others = ", ".join(f"{o['class']} {percent(o['probability'])}" for o in row["top"][1:])
-        table.add_row(Text(row["path"]), Text(row["class"], "bold"), percent(row["probability"]), Text(others, "dim"))
+        table.add_row(
+            Text(row["path"]), Text(row["class"], "bold"), percent(row["probability"]), Text(others, "dim")
+        )
     Console().print(table)
 
 
@@ -69,13 +71,22 @@ def print_predictions(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def accuracy_table(result: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, title=f"{result['images']} images of {result['split']}", title_justify="left")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title=f"{result['images']} images of {result['split']}",
+        title_justify="left",
+    )
     table.add_column("")
     table.add_column("accuracy", justify="right")
     gain = result["accuracy"] - result["zero_shot_accuracy"]
     table.add_row("before (zero-shot)", percent(result["zero_shot_accuracy"]))
     table.add_row("after", Text(percent(result["accuracy"]), "bold"), f"({100 * gain:+.1f} points)")
-    table.add_row("calibration error", percent(result["ece"]), f"({percent(result['ece_uncalibrated'])} before calibration)")
+    table.add_row(
+        "calibration error",
+        percent(result["ece"]),
+        f"({percent(result['ece_uncalibrated'])} before calibration)",
+    )
     return table
 
 
@@ -99,7 +110,9 @@ def print_evaluation(result: dict[str, Any]) -> None:
         table.add_row(Text(name), percent(r["accuracy"]), str(r["count"]))
     console.print(table)
     if len(seen) > 10:
-        console.print(f"... and {len(seen) - 10} more; --json has them all, and the confusion matrix", style="dim")
+        console.print(
+            f"... and {len(seen) - 10} more; --json has them all, and the confusion matrix", style="dim"
+        )
 
 
 # Benchmarks and data ---------------------------------------------------------------------------------
@@ -125,6 +138,12 @@ def refuse_failures(records: Sequence[dict[str, Any]]) -> None:
             f"{failed[0]['dataset']}: {failed[0]['error'].rstrip('.')}. Their records say why; --retry-failed "
             "tries them again."
         )
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Lines with file names in them: neither wrapped nor coloured."""
+    for line in lines:
+        Console().print(Text(line), soft_wrap=True)
 
 
 def print_rows(rows: Sequence[dict[str, str]], leave_out: Sequence[str] = ()) -> None:
@@ -166,10 +185,16 @@ def print_methods(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(column)
     for row in rows:
         table.add_row(
-            Text(row["name"], "bold"), row["title"], row["kind"], row["citation"], "yes" if row["wraps"] else ""
+            Text(row["name"], "bold"),
+            row["title"],
+            row["kind"],
+            row["citation"],
+            "yes" if row["wraps"] else "",
         )
     Console().print(table)
-    Console().print("drople methods NAME lists the options of one; NAME+drople trains it with token dropout.", style="dim")
+    Console().print(
+        "drople methods NAME lists the options of one; NAME+drople trains it with token dropout.", style="dim"
+    )
 
 
 def describe_method(name: str) -> dict[str, Any]:
@@ -189,7 +214,8 @@ def describe_method(name: str) -> dict[str, Any]:
         "presets": {p: dict(v) for p, v in kind.presets.items()},
         "options": {
             group: {
-                f.name: {"default": f.default, "help": f.metadata.get("help", "")} for f in dataclasses.fields(options)
+                f.name: {"default": f.default, "help": f.metadata.get("help", "")}
+                for f in dataclasses.fields(options)
             }
             for group, options in groups.items()
         },
@@ -213,7 +239,11 @@ def print_method(described: dict[str, Any]) -> None:
         table.add_column("default")
         table.add_column("meaning")
         for name, row in options.items():
-            default = ",".join(map(str, row["default"])) if isinstance(row["default"], tuple) else str(row["default"])
+            default = (
+                ",".join(map(str, row["default"]))
+                if isinstance(row["default"], tuple)
+                else str(row["default"])
+            )
             table.add_row(Text(name, "bold"), default, Text(row["help"]))
         console.print(table)
     if described["presets"]:

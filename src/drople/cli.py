@@ -34,13 +34,26 @@ Settings = Annotated[
 ]
 
 
+Methods = Annotated[tuple[str, ...], Parameter(consume_multiple=True, help="see `drople methods`")]
+Seeds = Annotated[tuple[int, ...], Parameter(consume_multiple=True, help="each draws its own few shots")]
+
+
 @app.command
 def fit(
-    data: Annotated[str, Parameter(help="a folder (`class/*.jpg` or `train|val|test/class/*.jpg`), or a .csv or .parquet table")],
+    data: Annotated[
+        str,
+        Parameter(
+            help="a folder (`class/*.jpg` or `train|val|test/class/*.jpg`), or a .csv or .parquet table"
+        ),
+    ],
     *,
     out: Annotated[Path, Parameter(help="the run folder to write")],
-    method: Annotated[str, Parameter(help="see `drople methods`; NAME+drople wraps a prompt learner")] = "drople",
-    backbone: Annotated[str, Parameter(help="pocket (inside drople), a folder, or a name on the Hugging Face Hub")] = "pocket",
+    method: Annotated[
+        str, Parameter(help="see `drople methods`; NAME+drople wraps a prompt learner")
+    ] = "drople",
+    backbone: Annotated[
+        str, Parameter(help="pocket (inside drople), a folder, or a name on the Hugging Face Hub")
+    ] = "pocket",
     shots: Annotated[int | Literal["all"], Parameter(help="training images a class, or all")] = 16,
     seed: Annotated[int, Parameter(help="same seed, same machine: the same bytes")] = 1,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
@@ -49,7 +62,9 @@ def fit(
     classnames: Names = None,
     resume: Annotated[bool, Parameter(help="go on with a run that was stopped")] = False,
     device: Device = "auto",
-    precision: Annotated[Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")] = "auto",
+    precision: Annotated[
+        Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")
+    ] = "auto",
     strict: Strict = False,
     set_: Settings = None,
     json: Json = False,
@@ -92,7 +107,9 @@ def predict(
     run: Annotated[Path, Parameter(help="a run folder of drople fit")],
     images: Annotated[list[Path], Parameter(help="image files, or folders of them")],
     *,
-    classes: Annotated[str | None, Parameter(help='other classes than those trained on: "zebra, okapi"')] = None,
+    classes: Annotated[
+        str | None, Parameter(help='other classes than those trained on: "zebra, okapi"')
+    ] = None,
     top: Annotated[int, Parameter(help="how many classes to list for each image")] = 3,
     device: Device = "auto",
     strict: Strict = False,
@@ -122,7 +139,9 @@ def evaluate(
     run: Annotated[Path, Parameter(help="a run folder of drople fit")],
     data: Annotated[str, Parameter(help="labelled images, as for drople fit")],
     *,
-    split: Annotated[str | None, Parameter(help="test where the data has one, else every image not trained on")] = None,
+    split: Annotated[
+        str | None, Parameter(help="test where the data has one, else every image not trained on")
+    ] = None,
     classnames: Names = None,
     device: Device = "auto",
     strict: Strict = False,
@@ -148,7 +167,10 @@ def evaluate(
 
 @app.command
 def methods(
-    name: Annotated[str | None, Parameter(help="a method, to see its options")] = None, /, *, json: Json = False
+    name: Annotated[str | None, Parameter(help="a method, to see its options")] = None,
+    /,
+    *,
+    json: Json = False,
 ) -> None:
     """List the methods, or the options of one."""
     from drople.answers import describe_method, list_methods, print_method, print_methods
@@ -170,23 +192,44 @@ def benchmark(
     *,
     datasets: Annotated[
         list[str],
-        Parameter(name=["--datasets", "--data"], consume_multiple=True, help="names (`drople data list`), folders or tables"),
+        Parameter(
+            name=["--datasets", "--data"],
+            consume_multiple=True,
+            help="names (`drople data list`), folders or tables",
+        ),
     ],
-    methods: Annotated[list[str], Parameter(consume_multiple=True, help="see `drople methods`")] = ["zero-shot", "drople"],  # noqa: B006
-    seeds: Annotated[list[int], Parameter(consume_multiple=True, help="each draws its own few shots")] = [1, 2, 3],  # noqa: B006
-    shots: Annotated[list[int] | None, Parameter(consume_multiple=True, help="images a class [16; few-shot: 1 2 4 8 16]")] = None,
-    backbone: Annotated[str, Parameter(help="pocket, a folder, or a name on the Hugging Face Hub")] = "pocket",
-    root: Annotated[Path, Parameter(env_var="DROPLE_DATA", help="where datasets lie that are given by name")] = Path("data"),
-    out: Annotated[Path, Parameter(help="where the records go; what is there already is not run again")] = Path("records"),
+    methods: Methods = ("zero-shot", "drople"),
+    seeds: Seeds = (1, 2, 3),
+    shots: Annotated[
+        list[int] | None, Parameter(consume_multiple=True, help="images a class [16; few-shot: 1 2 4 8 16]")
+    ] = None,
+    backbone: Annotated[
+        str, Parameter(help="pocket, a folder, or a name on the Hugging Face Hub")
+    ] = "pocket",
+    root: Annotated[
+        Path, Parameter(env_var="DROPLE_DATA", help="where datasets lie that are given by name")
+    ] = Path("data"),
+    out: Annotated[
+        Path, Parameter(help="where the records go; what is there already is not run again")
+    ] = Path("records"),
     source: Annotated[str | None, Parameter(help="cross-dataset: the dataset to train on")] = None,
-    targets: Annotated[list[str] | None, Parameter(consume_multiple=True, help="domain-shift: datasets with the same classes")] = None,
-    ratio: Annotated[float, Parameter(help="long-tail: images of the largest class over those of the smallest")] = 10.0,
-    post_hoc: Annotated[Literal["gla"] | None, Parameter(help="adjust predictions after training: gla")] = None,
+    targets: Annotated[
+        list[str] | None,
+        Parameter(consume_multiple=True, help="domain-shift: datasets with the same classes"),
+    ] = None,
+    ratio: Annotated[
+        float, Parameter(help="long-tail: images of the largest class over those of the smallest")
+    ] = 10.0,
+    post_hoc: Annotated[
+        Literal["gla"] | None, Parameter(help="adjust predictions after training: gla")
+    ] = None,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[str | None, Parameter(help="a preset of the methods")] = None,
     retry_failed: Annotated[bool, Parameter(help="run failed runs again")] = False,
     device: Device = "auto",
-    precision: Annotated[Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")] = "auto",
+    precision: Annotated[
+        Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")
+    ] = "auto",
     set_: Settings = None,
     json: Json = False,
 ) -> None:
@@ -231,7 +274,9 @@ def benchmark(
 def table(
     records: Annotated[list[Path], Parameter(help="records of drople benchmark: files or folders")],
     *,
-    format: Annotated[Literal["text", "markdown", "latex", "csv"], Parameter(help="how to print it")] = "text",
+    format: Annotated[
+        Literal["text", "markdown", "latex", "csv"], Parameter(help="how to print it")
+    ] = "text",
     by: Annotated[Literal["columns", "rows"], Parameter(help="where the datasets stand")] = "columns",
     published: Annotated[bool, Parameter(help="place the paper's numbers below ours")] = False,
 ) -> None:
@@ -243,7 +288,11 @@ def table(
     print(render(found, format, width=terminal_width()))
 
 
-data_app = App(name="data", default_parameter=Parameter(negative=()), help="The benchmark datasets: which there are, whether a copy is whole, how to get one.")
+data_app = App(
+    name="data",
+    default_parameter=Parameter(negative=()),
+    help="The benchmark datasets: which there are, whether a copy is whole, how to get one.",
+)
 app.command(data_app)
 
 Root = Annotated[Path, Parameter(env_var="DROPLE_DATA", help="the folder that holds the datasets")]
@@ -288,6 +337,128 @@ def data_get(name: Annotated[str, Parameter(help="a dataset's name")], *, root: 
     print("\n".join([*got.done, *got.notes, *got.steps]))
     if not got.complete:
         sys.exit(2)
+
+
+@app.command
+def explain(
+    run: Annotated[Path, Parameter(help="a run folder of drople fit")],
+    images: Annotated[list[Path], Parameter(help="image files, or folders of them")],
+    *,
+    out: Annotated[Path, Parameter(help="a folder, or the picture itself (.png, .svg, .pdf)")] = Path(
+        "explained"
+    ),
+    class_name: Annotated[str | None, Parameter(name="--class", help="what speaks for this class")] = None,
+    compare: Annotated[bool, Parameter(help="zero-shot, other runs and this one below each other")] = False,
+    with_runs: Annotated[
+        tuple[Path, ...], Parameter(name="--with", consume_multiple=True, help="runs to compare with")
+    ] = (),
+    format: Annotated[Literal["png", "svg", "pdf"], Parameter(help="the kind of picture")] = "png",
+    device: Device = "auto",
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """Draw where a run looks: Grad-CAM, the importance of every token, what would drop, the words.
+
+    `--compare --with VANILLA_RUN` puts zero-shot CLIP, other runs and this one side by side.
+    """
+    from drople.answers import print_lines
+    from drople.explain import explain as draw
+    from drople.progress import Terminal
+
+    rows = draw(
+        run,
+        images,
+        out=out,
+        class_name=class_name,
+        compare=compare,
+        compare_with=with_runs,
+        format=format,
+        device=device,
+        strict=strict,
+        progress=Terminal(),
+    )
+    shown = [f"{r['image']}: {r['class']} {100 * r['probability']:.1f}%, {r['picture']}" for r in rows]
+    print_json(rows) if json else print_lines(shown)
+
+
+@app.command
+def report(
+    source: Annotated[Path, Parameter(help="a run folder, or records of drople benchmark")],
+    *,
+    data: Annotated[str | None, Parameter(help="the run's images: then the report has pictures")] = None,
+    out: Annotated[Path, Parameter(help="the file to write")] = Path("report.html"),
+    device: Device = "auto",
+) -> None:
+    """Write one self-contained HTML page about a run or a benchmark."""
+    from drople.progress import Terminal
+    from drople.report import write_report
+
+    print(write_report(source, out, data=data, device=device, progress=Terminal()))
+
+
+@app.command
+def export(
+    run: Annotated[Path, Parameter(help="a run folder of drople fit")],
+    *,
+    to: Annotated[
+        Literal["onnx", "hub", "torch"], Parameter(help="a file, a folder to upload, a torch program")
+    ],
+    out: Annotated[Path, Parameter(help="the file, or for hub the folder, to write")],
+    dtype: Annotated[Literal["float32", "fp16", "int8"], Parameter(help="ONNX: number format")] = "float32",
+    data: Annotated[str | None, Parameter(help="labelled images to measure the loss on")] = None,
+    split: Annotated[str | None, Parameter(help="the split of those images")] = None,
+    dataset: Annotated[str | None, Parameter(help="what the images are, for the model card")] = None,
+    backbone: Annotated[str | None, Parameter(help="the backbone's Hub name, for the model card")] = None,
+) -> None:
+    """Ship a run: prompts folded in, class weights baked, checked against the run before it is written."""
+    from drople.answers import print_lines
+    from drople.export import export as write
+    from drople.progress import Terminal
+
+    written = write(
+        run,
+        to,
+        out,
+        dtype=dtype,
+        data=data,
+        split=split,
+        backbone=backbone,
+        dataset=dataset,
+        progress=Terminal(),
+    )
+    print_lines(written.lines())
+
+
+@app.command
+def cost(
+    *,
+    methods: Methods = (),
+    backbones: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=True, help="names, folders, or shape:vit-b-16 (-b-32, -l-14)"),
+    ] = ("pocket",),
+    classes: Annotated[int, Parameter(help="classes in the task")] = 100,
+    batch: Annotated[int, Parameter(help="images a step")] = 32,
+    plot: Annotated[Path | None, Parameter(help="also draw a picture here")] = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Measure what each method costs: parameters, FLOPs, time and memory."""
+    from drople import cost as costing
+    from drople.progress import Terminal
+
+    with Terminal().task("measuring", 1) as update:
+        found = costing.costs(
+            methods or None,
+            backbones,
+            classes=classes,
+            batch=batch,
+            device=device,
+            on_done=lambda done, total: update(done, total=total),
+        )
+    if plot is not None:
+        costing.plot(found, plot)
+    print_json(costing.rows(found)) if json else costing.print_costs(found)
 
 
 @app.command

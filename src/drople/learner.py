@@ -141,7 +141,10 @@ class PromptLearner:
             write_json(folder / CONFIG, config)
         self.history_: list[dict[str, float]] = []
         if list(self.method_.parameters()):
-            with torch.random.fork_rng(), self.progress.task(f"training {self.method}", training.steps) as update:
+            with (
+                torch.random.fork_rng(),
+                self.progress.task(f"training {self.method}", training.steps) as update,
+            ):
 
                 def on_status(status: Status) -> None:
                     self.history_.append(status.values)
@@ -202,7 +205,10 @@ class PromptLearner:
             "shots": shots,
             "seed": self.seed,
             "precision": self.precision,
-            "samples": [[file_name(e.image, images.root), images.classes[e.label], fingerprint(e.image)] for e in chosen],
+            "samples": [
+                [file_name(e.image, images.root), images.classes[e.label], fingerprint(e.image)]
+                for e in chosen
+            ],
         }
 
     def _check_folder(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
@@ -217,7 +223,9 @@ class PromptLearner:
                 )
             return
         if any((folder / name).exists() for name in (CONFIG, PROMPTS, METRICS, CHECKPOINT)):
-            raise DropleError(f"{folder} already holds a run: give another --out, or --resume to go on with it.")
+            raise DropleError(
+                f"{folder} already holds a run: give another --out, or --resume to go on with it."
+            )
         if folder.exists() and not folder.is_dir():
             raise DropleError(f"{folder} is a file: give --out a folder.")
 
@@ -233,7 +241,9 @@ class PromptLearner:
             torch.empty(0, device=place)
         except (RuntimeError, AssertionError):
             raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
-        precision = self.precision if self.precision != "auto" else "bf16" if place.type == "cuda" else "float32"
+        precision = (
+            self.precision if self.precision != "auto" else "bf16" if place.type == "cuda" else "float32"
+        )
         dtypes = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if precision not in dtypes:
             raise unknown("precision", precision, dtypes)

@@ -81,10 +81,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = nll(log_temperature)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
         # A line search may leave the bounds or end in NaN: then the bound, or the grid's point, it is.
         found = log_temperature.detach().clamp(low, high)
         return (found if bool(nll(found) <= nll(start)) else start).exp().item()

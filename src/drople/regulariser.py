@@ -33,10 +33,16 @@ Residual = Literal["linear", "nonlinear"]
 
 @dataclass(frozen=True)
 class DropleOptions:
-    vision_dropout_layers: int = option(6, "tokens drop at the first so many vision layers (paper 6, released 6)", low=0)
+    vision_dropout_layers: int = option(
+        6, "tokens drop at the first so many vision layers (paper 6, released 6)", low=0
+    )
     text_dropout_layers: int = option(6, "the same for text (paper 6, released 9)", low=0)
-    p_min: float = option(0.1, "drop probability of the most important token (paper, released 0.1)", low=0, high=1)
-    p_max: float = option(0.5, "drop probability of the least important token (paper, released 0.5)", low=0, high=1)
+    p_min: float = option(
+        0.1, "drop probability of the most important token (paper, released 0.1)", low=0, high=1
+    )
+    p_max: float = option(
+        0.5, "drop probability of the least important token (paper, released 0.5)", low=0, high=1
+    )
     operation: Operation = option(
         "hide",
         "D(x): hide = no key for the others in the next layer (our default: zeroing at six layers ruins training), "
@@ -45,7 +51,8 @@ class DropleOptions:
     )
     noise: float = option(0.03, "standard deviation of the noise operation (released 0.03)", low=0)
     draw: Draw = option(
-        "layer", "when tokens are drawn: layer = anew at each layer (paper), shared = once a pass, "
+        "layer",
+        "when tokens are drawn: layer = anew at each layer (paper), shared = once a pass, "
         "one_layer = at one random layer a step",
     )
     rate: Rate = option(
@@ -53,8 +60,12 @@ class DropleOptions:
         "importance (paper); its ablations: uniform = vanilla dropout with p_max, block = that in runs of 3, "
         "group = by density, standout = learned",
     )
-    scores: tuple[Score, ...] = option(("class", "self", "cross"), "scores averaged into the importance (paper: all)")
-    score_sum_to_one: bool = option(False, "divide each score by its sum over the tokens first (released: true)")
+    scores: tuple[Score, ...] = option(
+        ("class", "self", "cross"), "scores averaged into the importance (paper: all)"
+    )
+    score_sum_to_one: bool = option(
+        False, "divide each score by its sum over the tokens first (released: true)"
+    )
     class_words_drop: bool = option(True, "class words are targets too (paper true, released false)")
     bridge_tokens: int = option(64, "bridge tokens xi (paper, released 64)", low=1)
     bridge_dim: int = option(128, "width d of the shared space (paper: not said; released 512)", low=1)
@@ -64,17 +75,29 @@ class DropleOptions:
         True, "the alignment loss trains only the bridge (released false: prompts too)"
     )
     lambda0: float = option(0.1, "lambda_0 of the schedule (paper, released 0.1)", low=0, high=1)
-    lambda_by: Literal["iteration", "epoch"] = option("iteration", "the schedule's clock: iteration (paper) or epoch (released)")
+    lambda_by: Literal["iteration", "epoch"] = option(
+        "iteration", "the schedule's clock: iteration (paper) or epoch (released)"
+    )
     residual: Residual = option(
-        "linear", "z^r from a mixture (paper), or nonlinear: guessed by a network, without lambda (its appendix C)"
+        "linear",
+        "z^r from a mixture (paper), or nonlinear: guessed by a network, without lambda (its appendix C)",
     )
     residual_on: ResidualOn = option(
-        "embeddings", "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)"
+        "embeddings",
+        "residual of the embeddings, then cosine (paper), or of unit vectors as they are (released)",
     )
-    residual_entropy_visual: float = option(0.05, "weight of L_RE^v (paper: no weight, i.e. 1; released 0.05)", low=0)
-    residual_entropy_text: float = option(0.05, "weight of L_RE^t (paper: no weight, i.e. 1; released 0.05)", low=0)
-    l1_text: float = option(0.0, "weight of L1 between learned and frozen class features (released 25)", low=0)
-    l1_image: float = option(0.0, "weight of L1 between learned and frozen image features (released 10)", low=0)
+    residual_entropy_visual: float = option(
+        0.05, "weight of L_RE^v (paper: no weight, i.e. 1; released 0.05)", low=0
+    )
+    residual_entropy_text: float = option(
+        0.05, "weight of L_RE^t (paper: no weight, i.e. 1; released 0.05)", low=0
+    )
+    l1_text: float = option(
+        0.0, "weight of L1 between learned and frozen class features (released 25)", low=0
+    )
+    l1_image: float = option(
+        0.0, "weight of L1 between learned and frozen image features (released 10)", low=0
+    )
     kl: float = option(0.0, "weight of KL between learned and frozen predictions (released 2.5)", low=0)
     l2: float = option(0.0, "weight of L2 between learned and frozen features (the baseline's pull)", low=0)
     cosine: float = option(0.0, "weight of 1 - cosine between them (CoPrompt's pull, an ablation)", low=0)
@@ -129,6 +152,7 @@ class Branches:
     frozen_classes: Tensor  # z_t^o [K, E]
     logits: Tensor
     frozen_logits: Tensor
+    dropouts: tuple[TokenDropout, TokenDropout] | None = None  # of vision and text, where tokens dropped
 
 
 class Regulariser(nn.Module):
@@ -195,7 +219,11 @@ class Regulariser(nn.Module):
 
     def advance(self, progress: Progress) -> None:
         """Move lambda along its schedule."""
-        done = progress.done if self.options.lambda_by == "iteration" else progress.epoch / max(1, progress.epochs)
+        done = (
+            progress.done
+            if self.options.lambda_by == "iteration"
+            else progress.epoch / max(1, progress.epochs)
+        )
         self.lam.fill_(lambda_schedule(self.options.lambda0, done))
 
     @property

@@ -25,7 +25,11 @@ def read_template(template: str) -> tuple[str, ...]:
     """One sentence with {} for the class, or the name of a list of them."""
     if template == "eleven":
         return ELEVEN
-    if template.count("{}") != 1 or template.replace("{}", "").count("{") or "}" in template.replace("{}", ""):
+    if (
+        template.count("{}") != 1
+        or template.replace("{}", "").count("{")
+        or "}" in template.replace("{}", "")
+    ):
         raise DropleError(
             f"the template {template!r} must hold {{}} once, where the class name goes, as in {DEFAULT!r}, "
             "or be the word eleven for an average over eleven sentences."

@@ -238,7 +238,7 @@ class Backbone:
         tower = self.model.vision_model
         with torch.no_grad():
             states = tower.embeddings(pixels.to(self.dtype))
-        count, frozen = len(states), states.shape[1]
+        count, frozen = states.shape[:2]
         slots = None
         if prompts is not None:
             prompts = prompts.to(self.dtype)

@@ -51,7 +51,12 @@ def watched_attention(
     if watch is not None:
         watch(query, key, scaling, attention_mask, is_causal)
     mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=is_causal and attention_mask is None, scale=scaling
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=is_causal and attention_mask is None,
+        scale=scaling,
     )
     return mixed.transpose(1, 2).contiguous(), None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from drople.backbone import Backbone
 from drople.errors import DropleError, unknown
+from drople.methods.adapter import FeatureAdapter
 from drople.methods.base import REGISTRY, Batch, Method, PromptMethod, Task
 from drople.options import build, names
 from drople.regulariser import DropleOptions, Progress, Regulariser
@@ -16,32 +17,44 @@ for _module in pkgutil.iter_modules(__path__):
 
 WRAP = "+drople"
 
-__all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "option_names"]
+__all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "option_groups", "option_names"]
 
 
 def wraps(kind: type[Method]) -> bool:
-    """Whether DroPLe can be put around a method."""
-    return issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+    """Whether DroPLe can be put around a method, or under it."""
+    own = issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+    return own or getattr(kind, "takes_prompts", False)
 
 
 def find(name: str) -> tuple[type[Method], bool]:
-    """The class behind a method's name, and whether DroPLe wraps it ("coop+drople")."""
+    """The class behind a method's name, and whether DroPLe is with it ("coop+drople")."""
     plain = name.removesuffix(WRAP)
     if plain not in REGISTRY:
         raise unknown("method", name, [*REGISTRY, *(n + WRAP for n, kind in REGISTRY.items() if wraps(kind))])
     kind = REGISTRY[plain]
-    if name != plain and getattr(kind, "wrapped", False):
+    wrapped = getattr(kind, "wrapped", False)
+    if name != plain and wrapped:
         raise DropleError(f"{plain} already drops tokens: give {plain}, without {WRAP}.")
-    wrapped = name != plain or getattr(kind, "wrapped", False)
+    if name != plain and not wraps(kind):
+        raise DropleError(
+            f"{plain} has no tokens to drop: DroPLe wraps prompt learners only, and adapters that can stand on "
+            "prompts."
+        )
+    return kind, name != plain or wrapped
+
+
+def option_groups(name: str) -> dict[str, type]:
+    """The options of a method by whose they are: its own, those of the prompts it stands on, DroPLe's."""
+    kind, wrapped = find(name)
+    groups = {"method": kind.Options}
     if wrapped and not issubclass(kind, PromptMethod):
-        raise DropleError(f"{plain} has no tokens of its own to drop: DroPLe wraps prompt learners only.")
-    return kind, wrapped
+        groups["prompts"] = _prompts().Options
+    return groups | ({"drople": DropleOptions} if wrapped else {})
 
 
 def option_names(name: str) -> list[str]:
     """The options of a method, those of DroPLe included where it is wrapped."""
-    kind, wrapped = find(name)
-    return names(kind.Options, *([DropleOptions] if wrapped else []))
+    return names(*option_groups(name).values())
 
 
 def make(name: str, backbone: Backbone, task: Task, options: Mapping[str, Any]) -> Method:
@@ -51,9 +64,22 @@ def make(name: str, backbone: Backbone, task: Task, options: Mapping[str, Any]) 
     for given in options:
         if given not in known:
             raise unknown(f"option of {name}", given, known)
-    own = set(names(kind.Options))
-    method = kind(backbone, task, build(kind.Options, {k: v for k, v in options.items() if k in own}))
-    rest = build(DropleOptions, {k: v for k, v in options.items() if k not in own})
-    if wrapped and isinstance(method, PromptMethod):
-        method.wrap(Regulariser(backbone, rest))
+    built: dict[str, Any] = {
+        group: build(of, {k: v for k, v in options.items() if k in names(of)})
+        for group, of in option_groups(name).items()
+    }
+    method = kind(backbone, task, built["method"])
+    if wrapped:
+        prompts = method
+        if isinstance(method, FeatureAdapter):
+            prompts = _prompts()(backbone, task, built["prompts"])
+        assert isinstance(prompts, PromptMethod)
+        prompts.wrap(Regulariser(backbone, built["drople"]))
+        if isinstance(method, FeatureAdapter):
+            method.stand_on(prompts)
     return method
+
+
+def _prompts() -> type[Method]:
+    """The prompts that DroPLe itself trains."""
+    return next(kind for kind in REGISTRY.values() if getattr(kind, "wrapped", False))

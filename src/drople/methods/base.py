@@ -88,6 +88,9 @@ class Method(nn.Module, ABC):
     def prepare(self, data: TrainingData) -> None:
         """Shown the training images once, before the first step: caches and closed forms are made here."""
 
+    def finish(self, data: TrainingData) -> None:
+        """Shown them once more after the last step: what is made of learned features is made here."""
+
     def select(self, images: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
         """After training: validation batches (normalised images, labels) for what is searched."""
 
@@ -188,27 +191,35 @@ class PromptMethod(Method):
         self.notes += regulariser.notes
 
     def training_step(self, batch: Batch) -> dict[str, Tensor]:
+        return self.branch_losses(self.forward_branches(batch), batch)
+
+    def forward_branches(self, batch: Batch) -> Branches:
+        """Both branches' features of a batch; with a regulariser the learnable one's tokens drop."""
         if not hasattr(self, "_sentences"):
             self._sentences = self.sentences(self.task.words)
-        vision = text = None
+        vision = text = dropouts = None
         if self.regulariser is not None:
             vision = self.regulariser.dropout("vision")
             text = self.regulariser.dropout("text", rows=batch.labels)
+            dropouts = vision, text
         images = self._encode_images(batch.images, vision)
         classes = self._encode_text(self._sentences, text)
-        branches = Branches(
+        return Branches(
             images=images,
             classes=classes,
             frozen_images=batch.frozen,
             frozen_classes=self.frozen_classes,
             logits=self.similarity(images, classes),
             frozen_logits=self.similarity(batch.frozen, self.frozen_classes),
+            dropouts=dropouts,
         )
+
+    def branch_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels, self.log_prior)}
         losses |= self.extra_losses(branches, batch)
-        if self.regulariser is not None and vision is not None and text is not None:
-            losses |= self.regulariser.losses(branches, vision, text)
-            self.monitor = self.regulariser.monitor(vision, text)
+        if self.regulariser is not None and branches.dropouts is not None:
+            losses |= self.regulariser.losses(branches, *branches.dropouts)
+            self.monitor = self.regulariser.monitor(*branches.dropouts)
         self.monitor["accuracy"] = (branches.logits.detach().argmax(1) == batch.labels).float().mean()
         return losses
 
