@@ -3,20 +3,29 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import contents, splits, tiny_checkpoint
 from tiny import random_images, slow_layer, slow_linear, slow_norm, tiny_backbone
 from torch import Tensor
 
 from drople.backbone import Backbone
 from drople.cache_model import ALPHAS, BETAS
+from drople.data.images import normalise
+from drople.errors import DropleError
+from drople.learner import PromptLearner
 from drople.lora import LoRA
-from drople.methods import Batch, Method, Task, make
-from drople.methods.base import TrainingData
+from drople.methods import Batch, Method, Progress, Task, make
+from drople.methods.adapter import CacheAdapter
+from drople.methods.base import PromptMethod, TrainingData, frozen_classes
+from drople.methods.drople import DeepPromptOptions, DeepPrompts
+from drople.progress import Quiet
 from drople.templates import ELEVEN
 
 WORDS = ("cat", "golden retriever", "soup bowl")
@@ -444,3 +453,163 @@ def test_options_have_help() -> None:
     for name in ALL:
         for field in dataclasses.fields(type(make(name, tiny_backbone(), TASK, {}).options)):
             assert field.metadata["help"]
+
+
+# On DroPLe's prompts -------------------------------------------------------------------------------
+
+ON_PROMPTS = ["tip-adapter", "tip-adapter-f", "dac-v", "dac-vt"]
+
+
+def prompts_of(method: Method) -> PromptMethod:
+    assert isinstance(method, CacheAdapter) and method.prompts is not None
+    return method.prompts
+
+
+@pytest.mark.parametrize("name", ON_PROMPTS)
+def test_with_prompts_the_features_are_the_prompted_ones(name: str) -> None:
+    method, _, batch = ready(f"{name}+drople")
+    prompts = prompts_of(method)
+    images = prompts.image_features(batch.images)
+    torch.testing.assert_close(method.image_features(batch.images), images)
+    assert not torch.allclose(images, method.backbone.encode_images(batch.images), atol=1e-3)
+    for words in (WORDS, ("zebra", "okapi")):
+        own = F.normalize(prompts.class_features(words), dim=-1)
+        if name == "dac-vt":
+            own = F.normalize(own + method.seen(words) @ method.modulation, dim=-1)  # type: ignore[operator]
+        torch.testing.assert_close(method.class_weights(words)[:, : own.shape[1]], own)
+    # A class that the cache knows nothing of gets what the prompts alone say of it.
+    strangers = ("zebra", "okapi")
+    alone = prompts.logits(batch.images, prompts.class_weights(strangers))
+    torch.testing.assert_close(method.logits(batch.images, method.class_weights(strangers)), alone)
+
+
+@pytest.mark.parametrize("name", ON_PROMPTS)
+def test_one_pass_trains_prompts_and_adapter(name: str) -> None:
+    """All of DroPLe's losses as they are without an adapter, and the adapter's own on the same features."""
+    method, _, batch = ready(f"{name}+drople")
+    prompts = prompts_of(method)
+    for each in (method, prompts):
+        each.advance(Progress(1, 10, 0, 1))
+    torch.manual_seed(7)
+    alone = {n: float(loss.detach()) for n, loss in prompts.training_step(batch).items()}
+    torch.manual_seed(7)
+    branches = prompts.forward_branches(batch)
+    torch.manual_seed(7)
+    joint = method.training_step(batch)
+    assert alone == {n: float(loss.detach()) for n, loss in joint.items() if not n.startswith("adapter_")}
+    assert {"cross_entropy", "residual_entropy_visual", "residual_entropy_text", "alignment"} <= set(alone)
+    cache = method.cache
+    own: dict[str, float] = {}
+    if name == "tip-adapter-f":
+        logits = slow_cosine_logits(method, branches.images, branches.classes)
+        for row, f in zip(logits, branches.images, strict=True):
+            votes = slow_votes(unit(f), cache.keys, cache.labels, float(cache.alpha), float(cache.beta))
+            row += torch.tensor(votes, dtype=torch.float64)
+        own["adapter_cross_entropy"] = slow_cross_entropy(logits, batch.labels)
+    if name in ("dac-v", "dac-vt"):
+        adapter = method.adapter.detach().double()
+        keys = [unit(adapter @ unit(key)) for key in cache.keys]
+        total = 0.0
+        for f, label in zip(branches.images, batch.labels.tolist(), strict=True):
+            close = [math.exp(float(unit(adapter @ unit(f)) @ key) / 0.1) for key in keys]
+            alike = [c for c, of in zip(close, cache.labels.tolist(), strict=True) if of == label]
+            total -= math.log(sum(alike) / sum(close)) / len(batch.labels)
+        own["adapter_intra_modal"] = total
+    if name == "dac-vt":
+        rows = zip(branches.classes, method.modulation.detach().double(), strict=True)
+        text = torch.stack([unit(w) + r for w, r in rows])
+        logits = slow_cosine_logits(method, branches.images, text)
+        own["adapter_inter_modal"] = slow_cross_entropy(logits, batch.labels)
+    found = {n: float(loss.detach()) for n, loss in joint.items() if n.startswith("adapter_")}
+    assert found == pytest.approx(own, abs=2e-4)
+    torch.stack(list(joint.values())).sum().backward()
+    for label, parameter in method.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.abs().max() > 0), label
+    assert {"lambda", "drop_rate_vision", "drop_rate_text", "accuracy"} <= set(method.monitor)
+
+
+@pytest.mark.parametrize("views", [0, 2])
+@pytest.mark.parametrize("name", ON_PROMPTS)
+def test_a_cache_that_does_not_learn_is_built_on_what_was_learned(name: str, views: int) -> None:
+    method, data, _ = ready(f"{name}+drople", cache_views=views)
+    before = method.cache.keys.detach().clone()
+    method.finish(data)
+    after = method.cache.keys.detach()
+    if name == "tip-adapter-f":
+        assert torch.equal(before, after), "learned keys stay"
+        return
+    assert not torch.allclose(before, after, atol=1e-3)
+    if views == 0:
+        pixels = method.backbone.pixels
+        side = (pixels.size, pixels.size)
+        plain = F.interpolate(data.images.float(), size=side, mode="bilinear", antialias=True)
+        features = prompts_of(method).image_features(normalise(plain, pixels, method.backbone.dtype))
+        torch.testing.assert_close(after, F.normalize(features, dim=-1))
+    torch.manual_seed(99)
+    method.finish(data)
+    assert torch.equal(after, method.cache.keys), "nothing drops and nothing is drawn"
+
+
+@pytest.mark.parametrize("name", ON_PROMPTS)
+def test_prompts_without_effect_leave_the_adapter_as_it_is(name: str) -> None:
+    """On prompts that give the frozen features, the adapter is the plain one."""
+
+    class Nothing(DeepPrompts):
+        """Prompts that leave both towers as they are."""
+
+        def image_features(self, images: Tensor) -> Tensor:
+            return self.backbone.encode_images(images)
+
+        def class_features(self, words: Sequence[str]) -> Tensor:
+            return frozen_classes(self.backbone, words, self.task.templates)
+
+    backbone = tiny_backbone()
+    plain, on_prompts = (make(name, backbone, TASK, {}) for _ in range(2))
+    assert isinstance(on_prompts, CacheAdapter)
+    on_prompts.stand_on(Nothing(backbone, TASK, DeepPromptOptions()))
+    data = training_data(backbone)
+    plain.prepare(data)
+    on_prompts.finish(data) if name != "tip-adapter-f" else on_prompts.prepare(data)
+    images = random_images(backbone, 4, seed=5)
+    for words in (WORDS, ("cat", "zebra")):
+        one, other = (m.logits(images, m.class_weights(words)) for m in (plain, on_prompts))
+        torch.testing.assert_close(one, other)
+
+
+def test_options_of_prompts_and_of_drople_reach_them() -> None:
+    given = {"visual_length": 2, "lora_rank": 2, "lora_from": 1, "p_max": 0.3, "cache_beta": 2.0}
+    method = make("dac-v+drople", tiny_backbone(), TASK, given)
+    prompts = prompts_of(method)
+    assert prompts.options.visual_length == 2 and method.options.cache_beta == 2.0
+    assert prompts.regulariser is not None and prompts.regulariser.options.p_max == 0.3
+    rates = {id(p): g["lr"] for g in method.parameter_groups(1.0) for p in g["params"]}
+    assert set(rates) == {id(p) for p in method.parameters()}
+    assert {rates[id(p)] for p in prompts.lora.parameters()} == {0.1}, "LoRA keeps its rate"  # type: ignore[union-attr]
+    assert rates[id(method.adapter)] == 1.0
+    with pytest.raises(DropleError, match="visual_length"):
+        make("dac-v", tiny_backbone(), TASK, {"visual_length": 2})
+    with pytest.raises(DropleError, match="positions"):
+        make("dac-v+drople", tiny_backbone(), Task(("cat", "very " * 90), TASK.templates), {})
+
+
+@pytest.mark.parametrize("name", ["tip-adapter-f", *(f"{name}+drople" for name in ON_PROMPTS)])
+def test_cut_and_resumed_a_run_ends_the_same(name: str, tmp_path: Path) -> None:
+    class Cut(Quiet):
+        """Stops the process, as it were, in the second epoch."""
+
+        @contextmanager
+        def task(self, what: str, total: int) -> Iterator[Any]:
+            def update(done: int, values: Any = None, **more: Any) -> None:
+                if what.startswith("training") and done > total / 3:
+                    raise KeyboardInterrupt
+
+            yield update
+
+    data = splits(tmp_path / "data", count=3)
+    given: dict[str, Any] = {"epochs": 3, "batch_size": 4, "cache_views": 1}
+    with pytest.raises(KeyboardInterrupt):
+        PromptLearner(tiny_checkpoint(), name, progress=Cut(), **given).fit(data, out=tmp_path / "cut")
+    assert (tmp_path / "cut" / "checkpoint.safetensors").exists()
+    PromptLearner(tiny_checkpoint(), name, **given).fit(data, out=tmp_path / "cut", resume=True)
+    PromptLearner(tiny_checkpoint(), name, **given).fit(data, out=tmp_path / "whole")
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

@@ -27,7 +27,8 @@ TASK = Task(WORDS, ("a photo of a {}.",))
 
 def wrappable() -> Iterator[str]:
     for name, kind in sorted(REGISTRY.items()):
-        if issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False):
+        prompts = issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+        if prompts or getattr(kind, "takes_prompts", False):
             yield f"{name}+drople"
 
 
@@ -157,9 +158,10 @@ def test_inference_draws_nothing(name: str) -> None:
     assert torch.equal(*rows)
 
 
-def test_only_prompt_learners_are_wrapped() -> None:
-    for name, kind in REGISTRY.items():
-        if issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False):
+def test_only_prompt_learners_and_adapters_on_prompts_are_wrapped() -> None:
+    assert {"tip-adapter+drople", "tip-adapter-f+drople", "dac-v+drople", "dac-vt+drople"} <= set(wrappable())
+    for name in REGISTRY:
+        if f"{name}+drople" in NAMES:
             assert find(f"{name}+drople")[1]
         else:
             with pytest.raises(DropleError, match=r"wraps prompt learners only|already drops tokens"):

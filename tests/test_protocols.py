@@ -329,6 +329,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
     # Two targets of one name would share a place in the record, and the later would silently win.
     assert "called x" in words("cross-dataset", ["one/x", "two/x"], ["coop"], [1], source="a")
     assert "called source" in words("domain-shift", ["a"], ["coop"], [1], targets=["my/source"])
+    for protocol in ("base-to-novel", "few-shot", "domain-shift", "long-tail"):
+        assert "--source is for cross-dataset" in words(protocol, ["a"], ["coop"], [1], source="b")
+    for protocol in ("base-to-novel", "few-shot", "cross-dataset", "long-tail"):
+        source = "b" if protocol == "cross-dataset" else None
+        said = words(protocol, ["a"], ["coop"], [1], source=source, targets=["c"])
+        assert "--targets is for domain-shift" in said
     for ratio in (0.5, float("inf"), float("nan")):
         assert "ratio" in words("long-tail", ["a"], ["coop"], [1], ratio=ratio)
 
@@ -454,6 +460,19 @@ def test_unreadable_images_are_skipped_and_named(tmp_path: Path) -> None:
     record = go(a_run("few-shot", folder), tmp_path / "work")
     assert record["results"]["test"]["images"] == 14
     assert [Path(path).name for path in record["results"]["test"]["skipped"]] == ["200.png"]
+
+
+@pytest.mark.parametrize("protocol", ["few-shot", "long-tail"])
+def test_gla_counts_the_training_images_that_can_be_read(protocol: str, tmp_path: Path) -> None:
+    """With a file that cannot be read a run ends as it does without that file."""
+    records = []
+    for name in ("broken", "without"):
+        folder = splits(tmp_path / name / "data", FIVE, 3)
+        bad = folder / "train" / "blue" / "1.png"
+        bad.write_bytes(b"no image") if name == "broken" else bad.unlink()
+        run = a_run(protocol, folder, "zero-shot", shots=3, ratio=1.0, post_hoc="gla")
+        records.append(go(run, tmp_path / name / "work")["results"])
+    assert records[0] == records[1]
 
 
 def test_work_left_by_a_kill_after_the_record_is_cleared(five: Path, tmp_path: Path) -> None:

@@ -199,15 +199,11 @@ def print_methods(rows: Sequence[dict[str, Any]]) -> None:
 
 def describe_method(name: str) -> dict[str, Any]:
     """A method's options, those of DroPLe where it wraps it, and those of training, with defaults and help."""
-    from drople.methods import find
-    from drople.regulariser import DropleOptions
+    from drople.methods import find, option_groups
     from drople.training import TrainingOptions
 
-    kind, wrapped = find(name)
-    groups: dict[str, type] = {"method": kind.Options}
-    if wrapped:
-        groups["drople"] = DropleOptions
-    groups["training"] = TrainingOptions
+    kind, _ = find(name)
+    groups = option_groups(name) | {"training": TrainingOptions}
     return {
         "name": name,
         "about": (sys_doc(kind) or kind.title).strip(),

@@ -223,6 +223,10 @@ def benchmark(
     post_hoc: Annotated[
         Literal["gla"] | None, Parameter(help="adjust predictions after training: gla")
     ] = None,
+    ablation: Annotated[
+        Literal["components", "scores", "range", "bridge", "lambda", "residual", "unimodal"] | None,
+        Parameter(help="run the rows of this ablation table of the paper, instead of --methods"),
+    ] = None,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[str | None, Parameter(help="a preset of the methods")] = None,
     retry_failed: Annotated[bool, Parameter(help="run failed runs again")] = False,
@@ -253,6 +257,7 @@ def benchmark(
         source=source,
         targets=targets or (),
         ratio=ratio,
+        ablation=ablation,
         backbone=backbone,
         preset=preset,
         options=options,

@@ -23,12 +23,11 @@ from drople.data.dataset import DataSource, Example, ImageData, load_data
 from drople.data.images import BadImage, ImageSource, decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
-from drople.methods import Method, Task, find, make, option_names
+from drople.methods import Method, Task, find, make, option_groups, option_names
 from drople.methods.base import PromptMethod, TrainingData, frozen_classes
 from drople.options import build, check_range, names
 from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
-from drople.regulariser import DropleOptions
 from drople.templates import DEFAULT, read_template
 from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingOptions
 
@@ -152,6 +151,7 @@ class PromptLearner:
 
                 training.run(on_status, resume)
         self.method_.eval()
+        self.method_.finish(training.data)
         if images.val:
             self.method_.select(lambda: self._batches(images.val))
         self.metrics_ = self._validate(images.val)
@@ -162,7 +162,7 @@ class PromptLearner:
 
     def _split_options(self) -> tuple[dict[str, Any], TrainingOptions]:
         """The options of the method and of training, presets first, then what was given."""
-        kind, wrapped = find(self.method)
+        kind, _ = find(self.method)
         given = dict(self.options)
         if self.preset is not None:
             if self.preset not in kind.presets:
@@ -178,7 +178,7 @@ class PromptLearner:
         check_range("seed", self.seed, 0, 2**31 - 1)
         training = build(TrainingOptions, {n: v for n, v in given.items() if n in of_training})
         of_method: dict[str, Any] = {}
-        for group in (kind.Options, *([DropleOptions] if wrapped else [])):
+        for group in option_groups(self.method).values():
             own = {n: v for n, v in given.items() if n in names(group)}
             built: Any = build(group, own)
             of_method |= {n: getattr(built, n) for n in own}
@@ -396,13 +396,11 @@ class PromptLearner:
         self._check_fitted()
         return self._logits(as_sources(images), self.words_, "judging images")
 
-    def zero_shot_logits(self, images: Any) -> Tensor:
-        """What the untrained model says of images, over the classes trained on."""
+    def zero_shot_logits(self, images: Any) -> tuple[Tensor, list[int]]:
+        """What the untrained model says of images, over the classes trained on; and which could be read."""
         self._check_fitted()
-        logits, _, bad = self._all_logits(as_sources(images), [_zero_shot(self.words_)], "zero-shot")
-        if bad:
-            raise bad[0]
-        return logits[0]
+        logits, good, _ = self._all_logits(as_sources(images), [_zero_shot(self.words_)], "zero-shot")
+        return logits[0], good
 
     def _held_out(self, images: ImageData, split: str | None) -> tuple[tuple[Example, ...], str]:
         if split is not None:

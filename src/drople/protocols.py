@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from drople import __version__, gla
+from drople.ablations import ABLATIONS, AblationRow
 from drople.backbone import Backbone
 from drople.data.catalog import find as find_dataset
 from drople.data.catalog import is_known
@@ -62,24 +63,34 @@ class Run:
     ratio: float | None = None
     post_hoc: str | None = None
     targets: tuple[str, ...] = ()
+    row: str | None = None  # of an ablation table
 
     @property
     def label(self) -> str:
-        """The method as a table names it: with whatever differs from its defaults."""
-        changed = [f"{name}={value}" for name, value in sorted(self.options.items()) if name != "epochs"]
-        preset = [] if self.preset is None else [self.preset]
-        inside = ", ".join([*preset, *changed])
-        return self.method + (f" ({inside})" if inside else "") + (f"+{self.post_hoc}" if self.post_hoc else "")
+        """The run as a table names it: a row of the paper's, or the method with what differs from its defaults."""
+        name = self.row or described(self.method, self.preset, self.options)
+        return name + (f"+{self.post_hoc}" if self.post_hoc else "")
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:10]
+        # Records that were there before rows had names keep their key.
+        decides = {name: value for name, value in asdict(self).items() if name != "row" or value is not None}
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
     @property
     def path(self) -> Path:
         """Where its record lies: readable, and unique by the key."""
-        name = re.sub(r"[^\w.+=-]+", "_", f"{Path(self.dataset).name}-{self.label}-{self.shots}shots-seed{self.seed}")
+        name = re.sub(
+            r"[^\w.+=-]+", "_", f"{Path(self.dataset).name}-{self.label}-{self.shots}shots-seed{self.seed}"
+        )
         return Path(self.protocol) / f"{name[:120]}-{self.key}.json"
+
+
+def described(name: str, preset: str | None, options: Mapping[str, Any]) -> str:
+    """A name, and in brackets what was changed; not the epochs, which are a matter of time."""
+    changed = [f"{option}={value}" for option, value in sorted(options.items()) if option != "epochs"]
+    inside = ", ".join(([] if preset is None else [preset]) + changed)
+    return name + (f" ({inside})" if inside else "")
 
 
 # A test: the name of the part, its data and the split. The data's own classes are the choices.
@@ -179,13 +190,28 @@ def plan(
     source: str | None = None,
     targets: Sequence[str] = (),
     ratio: float = 10.0,
+    ablation: str | None = None,
+    preset: str | None = None,
+    options: Mapping[str, Any] | None = None,
     **common: Any,
 ) -> list[Run]:
-    """Every run of a benchmark, seeds outermost: a benchmark that is stopped early has whole rows."""
+    """Every run of a benchmark, seeds outermost: a benchmark that is stopped early has whole rows.
+
+    With an `ablation` the rows of that table of the paper stand in the place of the methods; what a row sets
+    is set, whatever the `options` say.
+    """
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     if not 1 <= ratio < math.inf:
         raise DropleError(f"the imbalance ratio is head over tail, so a number of 1 or more, not {ratio}.")
+    if ablation is not None and ablation not in ABLATIONS:
+        raise unknown("ablation", ablation, ABLATIONS)
+    if source is not None and protocol != "cross-dataset":
+        raise DropleError(f"--source is for cross-dataset: {protocol} trains on each of --datasets.")
+    if targets and protocol != "domain-shift":
+        raise DropleError(f"--targets is for domain-shift: {protocol} tests on --datasets.")
+    rows = [AblationRow("", method) for method in methods] if ablation is None else ABLATIONS[ablation]
+    given = dict(options or {})
     names, targets = [_name(d) for d in datasets], [_name(d) for d in targets]
     if protocol == "cross-dataset":
         if source is None:
@@ -206,17 +232,22 @@ def plan(
         Run(
             protocol,
             dataset,
-            method,
+            row.method,
             seed,
             number,
+            preset=preset,
+            options={**given, **row.options},
+            row=described(row.label, preset, given) if row.label else None,
             ratio=ratio if protocol == "long-tail" else None,
-            targets=tuple(targets or (IMAGENET_VARIANTS if (protocol, dataset) == ("domain-shift", "imagenet") else ())),
+            targets=tuple(
+                targets or (IMAGENET_VARIANTS if (protocol, dataset) == ("domain-shift", "imagenet") else ())
+            ),
             **common,
         )
         for seed in seeds
         for dataset in names
         for number in numbers
-        for method in methods
+        for row in rows
     ]
 
 
@@ -227,7 +258,9 @@ def _name(dataset: str) -> str:
     return str(Path(dataset))
 
 
-def execute(run: Run, root: Path, work: Path, device: str = "auto", progress: Progress | None = None) -> dict[str, Any]:
+def execute(
+    run: Run, root: Path, work: Path, device: str = "auto", progress: Progress | None = None
+) -> dict[str, Any]:
     """Train and test one run; the record, whether it went well or not."""
     begun = time.monotonic()
     record: dict[str, Any] = {"schema": SCHEMA, **asdict(run), "label": run.label, "key": run.key}
@@ -238,7 +271,12 @@ def execute(run: Run, root: Path, work: Path, device: str = "auto", progress: Pr
     except Exception as error:
         # One run that cannot be done must not end a benchmark of hundreds.
         trace = "" if isinstance(error, DropleError) else traceback.format_exc(limit=-3)
-        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "trace": trace, "results": {}}
+        record |= {
+            "status": "failed",
+            "error": f"{type(error).__name__}: {error}",
+            "trace": trace,
+            "results": {},
+        }
     record["timing"] = {
         **record.get("timing", {}),
         "seconds": round(time.monotonic() - begun, 3),
@@ -275,7 +313,11 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
     return {
         "results": results,
         "template": template,
-        "data": {"classes": len(data.classes), "fingerprint": data_fingerprint(data), "notes": list(data.notes)},
+        "data": {
+            "classes": len(data.classes),
+            "fingerprint": data_fingerprint(data),
+            "notes": list(data.notes),
+        },
         "samples": [[name, label] for name, label, _ in learner.config_["samples"]],
         "training": learner.config_["training"],
         "trainable_parameters": learner.method_.trainable,
@@ -297,9 +339,11 @@ def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
     if run.post_hoc != "gla":
         raise unknown("post-hoc method", run.post_hoc, ["gla"])
     examples = train.train if run.protocol == "long-tail" else few_shot(train.train, run.shots, run.seed)
-    labels = torch.tensor([e.label for e in examples])
+    zero_shot, good = learner.zero_shot_logits([e.image for e in examples])
+    # Training left out what cannot be read, so it has no part in the frequencies either.
+    labels = torch.tensor([examples[i].label for i in good])
     prior = gla.class_log_prior(labels, len(train.classes))
-    bias = gla.estimate_label_bias(learner.zero_shot_logits([e.image for e in examples]), labels, prior)
+    bias = gla.estimate_label_bias(zero_shot, labels, prior)
     method = learner.method_
     removed = method.trainable > 0 and learner.config_["training"]["loss"] == "logit_adjusted"
     # What was never shown the training images cannot have learned how frequent their classes are.
@@ -380,7 +424,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     try:
         call = ["git", "-C", str(folder)]
         commit = subprocess.run([*call, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        changes = subprocess.run([*call, "status", "--porcelain", "."], capture_output=True, text=True, timeout=30)
+        changes = subprocess.run(
+            [*call, "status", "--porcelain", "."], capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     if commit.returncode:

@@ -96,7 +96,7 @@ class Backbone:
         self.positions: int = config.text_config.max_position_embeddings
         self.patch_grid: int = config.vision_config.image_size // config.vision_config.patch_size
         self.logit_scale: float = float(self.model.logit_scale.exp())
-        self.activation_bytes = 1 << 30
+        self.activation_bytes = 1 << 29
 
     @classmethod
     def load(cls, name: str | Path) -> "Backbone":

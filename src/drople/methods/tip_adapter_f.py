@@ -10,6 +10,7 @@ K starts from the unit features of the training images, each the mean over 10 ra
 normalised again. The authors: AdamW 1e-3, batch 256, 20 epochs (EuroSAT 100); alpha and beta as they start
 while training, then searched on validation images. Their code keeps the epoch that is best on the test
 images; here the last one is kept. Classes that the cache was not built from keep their zero-shot logits.
+"+ DroPLe" (published 73.66) trains keys and prompts together.
 
 Checked against a slow reference in tests/test_adapters.py.
 """

@@ -61,7 +61,7 @@ def look(learner: PromptLearner, images: ImageData) -> Looked:
         raise DropleError(f"none of the {len(examples)} images of {split} can be read: {bad[0]}")
     kept = [examples[i] for i in good]
     truth = torch.tensor([e.label for e in kept])
-    zero_shot = learner.zero_shot_logits([e.image for e in kept])
+    zero_shot, _ = learner.zero_shot_logits([e.image for e in kept])
     calibrated = (logits / learner.temperature_).double().softmax(1)
     evaluation = metrics.evaluate(logits / learner.temperature_, truth, learner.classes_) | {
         "split": split,

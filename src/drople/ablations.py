@@ -1,0 +1,66 @@
+"""The ablation tables of the paper: each row a label, a method and the options that differ from its defaults.
+
+What the paper leaves open is our reading. Rows that it marks with "+" keep the baseline's L2 pull and have no
+residual entropy; those below replace the pull. The weights of D_cos and of D_KL + L_1 are CoPrompt's and
+PromptSRC's, from where the paper takes the terms; Dropblock drops as many tokens as Dropout 0.5. The unimodal
+rows stand on the baseline, as their first row, Dropout, does: it has the numbers of Dropout 0.5. Its row
+AD-DROP-Uni (gradients of the loss decide which tokens drop) is left out: that dropout is not written here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class AblationRow(NamedTuple):
+    label: str
+    method: str
+    options: Mapping[str, Any] = {}
+
+
+PLAIN = "baseline"
+DROPPED = "baseline+drople"
+FULL = "drople"
+NO_ENTROPY: Mapping[str, Any] = {"residual_entropy_visual": 0.0, "residual_entropy_text": 0.0}
+VANILLA: Mapping[str, Any] = {"rate": "uniform", "p_max": 0.5, **NO_ENTROPY}
+
+ABLATIONS: dict[str, Sequence[AblationRow]] = {
+    # Table 3, its upper part.
+    "components": (
+        AblationRow("Baseline", PLAIN),
+        AblationRow("+Dropout 0.5", DROPPED, VANILLA),
+        AblationRow("+Dropout 0.3", DROPPED, {**VANILLA, "p_max": 0.3}),
+        AblationRow("+Dropblock", DROPPED, {**VANILLA, "rate": "block"}),
+        AblationRow("+IWTD", DROPPED, NO_ENTROPY),
+        AblationRow("IWTD, D_cos", FULL, {**NO_ENTROPY, "cosine": 8.0}),
+        AblationRow("IWTD, D_KL+L_1", FULL, {**NO_ENTROPY, "kl": 1.0, "l1_text": 25.0, "l1_image": 10.0}),
+        AblationRow("IWTD, L_RE", FULL),
+    ),
+    # Table 3, its lower part.
+    "scores": (
+        AblationRow("S_self", FULL, {"scores": ("self",)}),
+        AblationRow("S_self,cls", FULL, {"scores": ("self", "class")}),
+        AblationRow("S_self,cls,cross", FULL, {"scores": ("self", "class", "cross")}),
+    ),
+    # Table 4: (a), (b) and (c).
+    "range": tuple(
+        AblationRow(f"range {low}-{high}", FULL, {"p_min": low / 100, "p_max": high / 100})
+        for low, high in ((0, 40), (5, 45), (10, 50), (20, 70))
+    ),
+    "bridge": tuple(
+        AblationRow(f"xi {count}", FULL, {"bridge_tokens": count}) for count in (16, 32, 64, 128)
+    ),
+    "lambda": tuple(
+        AblationRow(f"lambda0 {value:.2f}", FULL, {"lambda0": value}) for value in (0.05, 0.1, 0.2, 0.4)
+    ),
+    # Appendices C and D.
+    "residual": (
+        AblationRow("Linear", FULL, {"residual": "linear"}),
+        AblationRow("Non-linear", FULL, {"residual": "nonlinear"}),
+    ),
+    "unimodal": (
+        AblationRow("Dropout", DROPPED, VANILLA),
+        AblationRow("Group-Wise-Uni", DROPPED, {"rate": "group", **NO_ENTROPY}),
+        AblationRow("StandOut-Uni", DROPPED, {"rate": "standout", **NO_ENTROPY}),
+        AblationRow("IWTD", FULL),
+    ),
+}
