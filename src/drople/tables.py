@@ -24,6 +24,7 @@ from statistics import fmean, harmonic_mean, stdev
 from typing import Any, Literal
 
 from drople import published as paper
+from drople.ablations import ABLATIONS
 from drople.errors import DropleError, unknown
 
 Key = tuple[str, str]
@@ -302,9 +303,11 @@ def _runs(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(runs.values())
 
 
-def _method_order(run: Mapping[str, Any]) -> tuple[bool, bool, str]:
-    """As in the paper: what needs no training first, DroPLe last."""
-    return run["method"] != "zero-shot", run["method"].endswith("drople"), run["label"]
+def _method_order(run: Mapping[str, Any]) -> tuple[bool, int, bool, str]:
+    """As in the paper: what needs no training first, DroPLe last; the rows of an ablation as it has them."""
+    rows = [row.label for table in ABLATIONS.values() for row in table]
+    place = rows.index(run["row"]) if run.get("row") in rows else -1
+    return run["method"] != "zero-shot", place, run["method"].endswith("drople"), run["label"]
 
 
 def _measures(run: Mapping[str, Any]) -> dict[Key, float]:
