@@ -234,9 +234,7 @@ def test_recomputed_chunks_drop_the_same_tokens(
 
     def run() -> tuple[list[Tensor], Any]:
         torch.manual_seed(11)
-        dropout = TokenDropout(
-            rule, "text", bridge, rows=labels, detach=False, keep_states=True, record=True
-        )
+        dropout = TokenDropout(rule, "text", bridge, rows=labels, detach=False, keep_states=True, record=True)
         features = backbone.encode_text(sentences, prompts=prompts, dropout=dropout)
         kept = dropout.take_kept()
         drawn = [seen.chosen for seen in dropout.seen]
@@ -324,9 +322,7 @@ def causal_mask(length: int) -> Tensor:
     return torch.tensor([[k <= j for k in range(length)] for j in range(length)])
 
 
-def slow_text(
-    backbone: Backbone, name: str, prompts: Tensor, *, context: int, states: bool = False
-) -> Any:
+def slow_text(backbone: Backbone, name: str, prompts: Tensor, *, context: int, states: bool = False) -> Any:
     """{bos, P, class words, supplementary, eos} of one class, layer by layer."""
     tower, tokenizer = backbone.model.text_model, backbone.tokenizer
     table = tower.embeddings.token_embedding.weight.double()

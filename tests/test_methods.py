@@ -306,6 +306,7 @@ TRAINING: dict[str, Any] = {
     "weight_decay": 0.5,
     "warmup": 0.6,
     "clip_norm": 0.01,
+    "crop_scale": 0.9,
     "augmentation": "none",
     "loss": "logit_adjusted",
 }

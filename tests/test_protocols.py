@@ -43,7 +43,9 @@ def pictures(folder: Path, names: Sequence[str], count: int, first: int = 0) -> 
     coloured(folder, [name for name in names if name in COLOURS], count, first)
     for number in range(first, first + count) if "olive" in names else ():
         (folder / "olive").mkdir(parents=True, exist_ok=True)
-        Image.blend(picture("red", number), picture("green", number), 0.5).save(folder / "olive" / f"{number}.png")
+        Image.blend(picture("red", number), picture("green", number), 0.5).save(
+            folder / "olive" / f"{number}.png"
+        )
     return folder
 
 
@@ -93,7 +95,9 @@ def files(data: ImageData, split: str) -> set[str]:
 # What trains and what is tested ---------------------------------------------------------------------
 
 
-def test_base_to_novel_trains_the_first_half_and_tests_each_half_among_its_own(five: Path, tmp_path: Path) -> None:
+def test_base_to_novel_trains_the_first_half_and_tests_each_half_among_its_own(
+    five: Path, tmp_path: Path
+) -> None:
     run = a_run("base-to-novel", five)
     data, _ = find_data(str(five), ROOT)
     train, tests = base_to_novel(data, run, ROOT)
@@ -192,7 +196,9 @@ def test_pacs_tests_its_own_domain_as_the_source(tmp_path: Path) -> None:
     assert go(a_run("base-to-novel", folder), tmp_path / "base")["results"]["novel"]["images"] == 6
 
 
-@pytest.mark.parametrize(("shots", "ratio", "counts"), [(6, 10.0, [6, 2, 1]), (6, 2.0, [6, 4, 3]), (5, 1.0, [5, 5, 5])])
+@pytest.mark.parametrize(
+    ("shots", "ratio", "counts"), [(6, 10.0, [6, 2, 1]), (6, 2.0, [6, 4, 3]), (5, 1.0, [5, 5, 5])]
+)
 def test_long_tail_thins_out_exponentially(
     five: Path, tmp_path: Path, shots: int, ratio: float, counts: list[int]
 ) -> None:
@@ -205,9 +211,9 @@ def test_long_tail_thins_out_exponentially(
     assert list(record["results"]) == ["base", "novel"]
     data, _ = find_data(str(five), ROOT)
     train, _ = long_tailed(data, run, ROOT)
-    assert {f"{split}/{c}" for split, c in ((Path(n).parts[0], Path(n).parts[1]) for n, _ in record["samples"])} == {
-        f"train/{c}" for c in FIVE[:3]
-    }
+    assert {
+        f"{split}/{c}" for split, c in ((Path(n).parts[0], Path(n).parts[1]) for n, _ in record["samples"])
+    } == {f"train/{c}" for c in FIVE[:3]}
     assert len(train.train) == sum(counts)
 
 
@@ -225,7 +231,9 @@ def test_a_plain_folder_gets_a_test_part_drawn_and_recorded(tmp_path: Path) -> N
     assert Counter(e.label for e in data.test) == dict.fromkeys(range(5), 3)
     targets = splits(tmp_path / "target", ("red", "blue"), 2)
     for protocol in PROTOCOLS:
-        run = a_run(protocol, folder, targets=(str(targets),) if protocol in ("cross-dataset", "domain-shift") else ())
+        run = a_run(
+            protocol, folder, targets=(str(targets),) if protocol in ("cross-dataset", "domain-shift") else ()
+        )
         record = go(replace(run, ratio=2.0 if protocol == "long-tail" else None), tmp_path / protocol)
         assert any("no test part: 15 of the training images" in note for note in record["data"]["notes"])
         assert {name for name, _ in record["samples"]} <= parts[0]
@@ -288,9 +296,7 @@ def test_every_method_of_a_row_sees_the_same_recorded_images(five: Path, tmp_pat
     data, _ = find_data(str(five), ROOT)
     for seed in (1, 2):
         drawn = few_shot(data.train, 2, seed)
-        expected = [
-            [Path(str(e.image)).relative_to(five).as_posix(), data.classes[e.label]] for e in drawn
-        ]
+        expected = [[Path(str(e.image)).relative_to(five).as_posix(), data.classes[e.label]] for e in drawn]
         assert all(found == expected for (_, of), found in samples.items() if of == seed)
     assert samples["coop", 1] != samples["coop", 2]
 
@@ -345,7 +351,13 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_two_runs_of_one_command_give_one_record(domains: Path, tmp_path: Path) -> None:
     runs = plan(
-        "domain-shift", [str(domains)], ["zero-shot", "drople"], [1, 2], [2], backbone=BACKBONE, options={"epochs": 2}
+        "domain-shift",
+        [str(domains)],
+        ["zero-shot", "drople"],
+        [1, 2],
+        [2],
+        backbone=BACKBONE,
+        options={"epochs": 2},
     )
     for out in ("one", "two"):
         assert [there for *_, there in benchmark(runs, ROOT, tmp_path / out)] == [False] * 4

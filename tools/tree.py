@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the README's tree: every file of the package with the first sentence of its docstring.
 
-  tree.py            print it
-  tree.py --write    put it into README.md
+tree.py            print it
+tree.py --write    put it into README.md
 """
 
 import ast

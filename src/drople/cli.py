@@ -435,6 +435,30 @@ def export(
 
 
 @app.command
+def serve(
+    run: Annotated[Path, Parameter(help="a run folder of drople fit")],
+    *,
+    data: Annotated[
+        str | None, Parameter(help="the run's images: nearest ones are shown, retraining uses them")
+    ] = None,
+    port: Annotated[int, Parameter(help="the port of the page")] = 7860,
+    host: Annotated[
+        str, Parameter(help="the address to listen on; leave it, unless others may use the page")
+    ] = ("127.0.0.1"),
+    upload_mb: Annotated[int, Parameter(help="the largest picture that may be uploaded")] = 20,
+    device: Device = "auto",
+) -> None:
+    """Open a web page for a run: drop pictures in, see why, try new classes, label some and retrain.
+
+    It listens on this machine alone and calls nobody. Needs the extra drople[serve].
+    """
+    from drople.serve import serve as open_page  # before all else: it silences gradio's telemetry
+    from drople.progress import Terminal  # isort: skip
+
+    open_page(run, data=data, host=host, port=port, device=device, upload_mb=upload_mb, progress=Terminal())
+
+
+@app.command
 def cost(
     *,
     methods: Methods = (),

@@ -23,9 +23,10 @@ def l2_consistency(learned: Tensor, frozen: Tensor) -> Tensor:
 def kl_consistency(logits: Tensor, frozen_logits: Tensor) -> Tensor:
     """KL divergence of the frozen branch's distribution from the learned one's, mean over elements
     (PromptSRC's self-regularisation of logits, in its normalisation)."""
-    return F.kl_div(
-        logits.log_softmax(-1), frozen_logits.log_softmax(-1), reduction="sum", log_target=True
-    ) / logits.numel()
+    return (
+        F.kl_div(logits.log_softmax(-1), frozen_logits.log_softmax(-1), reduction="sum", log_target=True)
+        / logits.numel()
+    )
 
 
 def cosine_consistency(learned: Tensor, frozen: Tensor) -> Tensor:

@@ -108,7 +108,12 @@ class PromptSRC(PromptMethod):
     presets: ClassVar[Presets] = {
         "authors": {"optimizer": "sgd", "lr": 2.5e-3, "batch_size": 4, "epochs": 20},
         "authors-few-shot": {
-            "optimizer": "sgd", "lr": 2.5e-3, "batch_size": 4, "epochs": 50, "gpa_mean": 0.6, "gpa_std": 0.6,
+            "optimizer": "sgd",
+            "lr": 2.5e-3,
+            "batch_size": 4,
+            "epochs": 50,
+            "gpa_mean": 0.6,
+            "gpa_std": 0.6,
         },
     }
 
