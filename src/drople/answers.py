@@ -146,17 +146,16 @@ def print_lines(lines: Sequence[str]) -> None:
         Console().print(Text(line), soft_wrap=True)
 
 
-def print_rows(rows: Sequence[dict[str, str]], leave_out: Sequence[str] = ()) -> None:
-    """A plain table of rows that share their columns; what is too wide for a terminal --json has."""
-    columns = [c for c in rows[0] if c not in leave_out]
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column == "name")
+def print_datasets(rows: Sequence[dict[str, str]]) -> None:
+    """Two lines a dataset: what it is, and below it where it is published and where it lies."""
+    console = Console(highlight=False)
     for row in rows:
-        table.add_row(*(Text(row[c]) for c in columns))
-    Console().print(table)
-    if leave_out:
-        Console().print(f"--json has {' and '.join(leave_out)} too", style="dim")
+        what = Text(f"{row['name']:16}", "bold")
+        what.append(f"{row['classes']:>5} classes  {row['domain']}; {row['licence']}", "not bold")
+        console.print(what, soft_wrap=True)
+        console.print(Text(f"      {row['source']} ({row['get']})", "dim"), soft_wrap=True)
+        if row["found"]:
+            console.print(Text(f"      found at {row['found']}", "green"), soft_wrap=True)
 
 
 # Methods -------------------------------------------------------------------------------------------

@@ -306,11 +306,11 @@ Root = Annotated[Path, Parameter(env_var="DROPLE_DATA", help="the folder that ho
 @data_app.command(name="list")
 def data_list(*, root: Root = Path("data"), json: Json = False) -> None:
     """List the datasets by name, and whether each is under the data root."""
-    from drople.answers import print_rows
+    from drople.answers import print_datasets
     from drople.data.check import overview
 
     rows = overview(root)
-    print_json(rows) if json else print_rows(rows, leave_out=("title", "source"))
+    print_json(rows) if json else print_datasets(rows)
 
 
 @data_app.command(name="check")
