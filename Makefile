@@ -22,7 +22,7 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with a thread pool each would fight over the cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov=drople --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs --cov=drople --cov-report=term
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
