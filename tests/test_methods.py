@@ -42,6 +42,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def learners() -> list[str]:
+    towers = Backbone.load(tiny_checkpoint())
+    return [name for name in NAMES if any(True for _ in make(name, towers, TASK, {}).parameters())]
+
+
+LEARNERS = learners()
+
+
 def backbone(dtype: torch.dtype = torch.float32) -> Backbone:
     return Backbone.load(tiny_checkpoint()).to("cpu", dtype)
 
@@ -61,8 +69,7 @@ def prepared(name: str, towers: Backbone) -> Method:
     side = towers.pixels.size
     images = torch.randint(256, (6, 3, side, side), dtype=torch.uint8)
     method.prepare(TrainingData(images, torch.arange(6) % 3, batch(towers).frozen))
-    if not method.trainable:
-        pytest.skip(f"{name} trains nothing")
+    assert method.trainable
     return method
 
 
@@ -89,7 +96,7 @@ def test_the_registry_has_what_the_issue_names() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LEARNERS)
 def test_a_few_steps_lower_the_loss_and_move_nothing_frozen(name: str, dtype: torch.dtype) -> None:
     towers = backbone(dtype)
     before = {n: t.clone() for n, t in towers.model.state_dict().items()}
@@ -105,7 +112,7 @@ def test_a_few_steps_lower_the_loss_and_move_nothing_frozen(name: str, dtype: to
     assert not unmoved, f"never trained: {unmoved}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LEARNERS)
 def test_the_same_draws_give_the_same_loss(name: str) -> None:
     results = []
     for _ in range(2):
