@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -291,7 +291,3 @@ class Training:
         """The checkpoint has served once its run is saved."""
         if self.folder is not None and self.accelerator.is_main_process:
             (self.folder / CHECKPOINT).unlink(missing_ok=True)
-
-
-def as_dict(options: TrainingOptions) -> dict[str, Any]:
-    return asdict(options)

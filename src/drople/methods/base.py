@@ -8,6 +8,7 @@ it if asked.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -168,6 +169,11 @@ class PromptMethod(Method):
         """Where this method's prompts stand around the class words."""
         raise NotImplementedError
 
+    @cached_property
+    def _sentences(self) -> Any:
+        """Those of the classes trained on, laid out once."""
+        return self.sentences(self.task.words)
+
     def vision_weights(self) -> LayerWeights | None:
         return None
 
@@ -180,8 +186,6 @@ class PromptMethod(Method):
 
     @property
     def fixed_shapes(self) -> bool:
-        if not hasattr(self, "_sentences"):
-            self._sentences = self.sentences(self.task.words)
         at_once = self.backbone.fits_at_once(self._sentences)
         return at_once and (self.regulariser is None or self.regulariser.fixed_shapes)
 
@@ -195,8 +199,6 @@ class PromptMethod(Method):
 
     def forward_branches(self, batch: Batch) -> Branches:
         """Both branches' features of a batch; with a regulariser the learnable one's tokens drop."""
-        if not hasattr(self, "_sentences"):
-            self._sentences = self.sentences(self.task.words)
         vision = text = dropouts = None
         if self.regulariser is not None:
             vision = self.regulariser.dropout("vision")

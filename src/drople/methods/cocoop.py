@@ -82,8 +82,6 @@ class CoCoOp(ContextMethod):
         return self.backbone.logit_scale * cosines
 
     def training_step(self, batch: Batch) -> dict[str, Tensor]:
-        if not hasattr(self, "_sentences"):
-            self._sentences = self.sentences(self.task.words)
         vision = text = None
         if self.regulariser is not None:
             first = torch.arange(len(batch.labels), device=batch.labels.device) * len(self._sentences)
