@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from drople.backbone import Backbone
 from drople.backbone.shapes import SHAPES, shape_backbone
 from drople.cost import (
     Cost,
+    _label,
+    _training_step,
     class_names,
     costs,
     duration,
+    flops,
     measure,
     plot,
     print_costs,
@@ -22,7 +31,7 @@ from drople.cost import (
     trainable_on,
 )
 from drople.errors import DropleError
-from drople.methods import REGISTRY
+from drople.methods import REGISTRY, Batch, Task, make
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +80,6 @@ def test_every_method_can_be_counted_on_every_shape() -> None:
 
 
 def test_a_count_is_that_of_the_method_itself() -> None:
-    from drople.methods import Task, make
-
     backbone = shape_backbone("vit-b-32", hollow=True)
     made = make("dac-vt", backbone, Task(class_names(7), ("a {}.",)), {})
     assert trainable_on("dac-vt", "vit-b-32", classes=7) == made.trainable
@@ -111,6 +118,33 @@ def test_inference_flops_against_a_count_by_hand() -> None:
     found = measure("zero-shot", str(tiny_checkpoint()), classes=5, batch=3, device="cpu", repeats=1)
     assert found.inference_flops == flops_by_hand(5)
     assert found.trainable == 0 and found.training_flops is None and found.step_seconds is None
+
+
+@pytest.mark.parametrize("name", ["coop", "drople", "mma", "cocoop"])
+def test_flops_of_a_step_are_those_that_torch_counts(name: str) -> None:
+    made = make(name, Backbone.load(tiny_checkpoint()), Task(class_names(4), ("a {}.",)), {})
+    _, gradients = _training_step(made.train(), classes=4, batch=2)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        gradients()
+    assert flops(gradients) == counter.get_total_flops() > 0
+
+
+def test_a_step_that_asks_for_gradients_is_counted() -> None:
+    """ProGrad takes CoOp's gradient and a second one of the same logits, and its zero-shot logits."""
+    counts, backward = {}, 0
+    for name in ("coop", "prograd"):
+        made = make(name, Backbone.load(tiny_checkpoint()), Task(class_names(4), ("a {}.",)), {})
+        _, gradients = _training_step(made.train(), classes=4, batch=2)
+        counts[name] = flops(gradients)
+        if name == "coop":
+            batch = Batch(
+                torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.randn(2, made.backbone.embed_dim)
+            )
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = made(batch)["cross_entropy"]
+            backward = flops(loss.backward)
+    zero_shot = 2 * 2 * 16 * 4  # batch, width of the embedding, classes
+    assert counts["prograd"] == counts["coop"] + backward + zero_shot and backward > 10**5
 
 
 def test_costs_in_processes_of_their_own() -> None:
@@ -170,6 +204,30 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         assert words in printed
     assert [short(n) for n in (None, 7, 1234, 5.67e9, 3e17)] == ["-", "7", "1.23 k", "5.67 G", "300 P"]
     assert duration(2.5) == "2.5 s"
+
+
+def test_names_of_bubbles_do_not_lie_on_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    crowd = [
+        cost(
+            name,
+            trainable=2048 * (1 + n % 3),
+            step_seconds=float(0.5 + 0.02 * torch.rand((), generator=generator)),
+        )
+        for n, name in enumerate(sorted(REGISTRY))
+    ]
+    figure = Figure(figsize=(10, 7))
+    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    axes.scatter([c.trainable for c in crowd], [c.step_seconds for c in crowd])
+    axes.set(xscale="log", yscale="log", xlim=(1e2, 1e6), ylim=(0.1, 3))
+    _label(axes, crowd, [300.0] * len(crowd))
+    canvas.draw()
+    names = [t for t in axes.texts if t.get_text()]
+    boxes = [Text.get_window_extent(t) for t in names]  # without the line to the bubble
+    assert [t.get_text() for t in names] == sorted(REGISTRY)
+    for n, box in enumerate(boxes):
+        assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+        assert not [names[m] for m in range(n) if box.overlaps(boxes[m])]
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The ablations of DroPLe: other rates, other pulls to the frozen branch, the non-linear residual."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 from tiny import random_images, tiny_backbone
 from torch import Tensor
 
+from drople.attribution import SHARE, FirstPass, highest
 from drople.backbone import Tokens
 from drople.dropout import DropRule, TokenDropout, in_runs
+from drople.errors import DropleError
 from drople.methods import Batch, Progress, Task, make
 from drople.nonlinear_residual import NonlinearResidual
 from drople.regulariser import Branches, DropleOptions, Regulariser
@@ -185,6 +189,128 @@ def test_every_rate_with_other_operations(rate: Any, operation: Any) -> None:
     assert regulariser.bridge is None and dropout.watch(0, some_tokens()) is None
 
 
+# Attribution ---------------------------------------------------------------------------------------
+
+
+def test_the_highest_against_sorting_one_sequence_at_a_time() -> None:
+    attribution = torch.randn(40, 13).round(decimals=1)  # some alike
+    target = torch.rand(40, 13) < torch.rand(40, 1)
+    for share in (0.0, 0.3, 0.5, 1.0):
+        found = highest(attribution, target, share)
+        for n in range(40):
+            places = [j for j in range(13) if target[n, j]]
+            count = math.ceil(round(share * len(places), 6))
+            places.sort(key=lambda j: -float(attribution[n, j]))
+            assert found[n].nonzero().flatten().tolist() == sorted(places[:count])
+
+
+@contextmanager
+def column(layer: Any, sequence: int, token: int, factor: float) -> Iterator[None]:
+    """One column of a layer's attention maps times a factor, by the value that it weighs."""
+    at = torch.zeros(sequence + 1, token + 1)
+    at[sequence, token] = factor - 1
+
+    def scale(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        count, length = output.shape[:2]
+        where = torch.nn.functional.pad(at, (0, length - token - 1, 0, count - sequence - 1))
+        return output * (1 + where[..., None])
+
+    hook = layer.self_attn.v_proj.register_forward_hook(scale)
+    yield
+    hook.remove()
+
+
+def attributed(**options: Any) -> tuple[Any, Tensor, Batch]:
+    """DroPLe with AD-DROP in an epoch with dropout; a batch in which each class is some image's best or not."""
+    backbone = tiny_backbone()
+    method: Any = make("drople", backbone, TASK, {"rate": "attribution", "supplementary": 2, **options})
+    images = random_images(backbone, 3)
+    method.advance(Progress(5, 10, 1, 2))
+    return method, images, Batch(images, torch.arange(3), backbone.encode_images(images))
+
+
+@pytest.mark.parametrize("modality", ["vision", "text"])
+def test_attributions_are_those_of_small_changes(modality: str) -> None:
+    """A dF/dA is what F changes by when A is scaled: every column of every map is, one after the other."""
+    method, images, _ = attributed()
+    first = FirstPass(2), FirstPass(2)
+    own, which = method._best_logits(images, *first), int(modality == "text")
+    found = first[which].candidates(own[which])
+    assert found.keys() == {(0, 0), (1, 0)}
+    best = method.similarity(method.image_features(images), method.class_features(TASK.words)).argmax(
+        1 - which
+    )
+    tower = getattr(method.backbone.model, f"{modality}_model")
+    for (layer, _), (_, target) in first[which].seen.items():
+        for n in range(3):
+            changes = {}
+            for j in target[n].nonzero().flatten().tolist():
+                logits = []
+                for factor in (1.05, 0.95):
+                    with torch.no_grad(), column(tower.encoder.layers[layer + 1], n, j, factor):
+                        visual, textual = method.image_features(images), method.class_features(TASK.words)
+                    pair = (int(best[n]), n) if which else (n, int(best[n]))
+                    logits.append(float(method.similarity(visual, textual)[pair]))
+                changes[j] = logits[0] - logits[1]
+            count = math.ceil(round(SHARE * len(changes), 6))
+            expected = sorted(sorted(changes, key=lambda j: -changes[j])[:count])
+            assert found[layer, 0][n].nonzero().flatten().tolist() == expected
+
+
+def test_candidates_drop_with_q_and_no_others() -> None:
+    method, images, batch = attributed(p_max=1.0)
+    vision, text = method.forward_branches(batch).dropouts
+    for dropout in (vision, text):
+        dropout.record = True
+    # The tiny text tower has three layers, and all drop: after the last there is no attention.
+    assert [len(vision.candidates), len(text.candidates)] == [4 - 1, 3 - 1]
+    method._encode_images(images, vision)
+    method._encode_text(method._sentences, text)
+    for dropout in (vision, text):
+        for seen in dropout.seen:
+            candidates = dropout.candidates.get((seen.layer, 0))
+            assert torch.equal(
+                seen.chosen, torch.zeros_like(seen.chosen) if candidates is None else candidates
+            )
+    method.regulariser.strength.fill_(0.25)
+    vision.seen.clear()
+    method._encode_images(images, vision)
+    assert set(vision.seen[0].probability.unique().tolist()) == {0.0, 0.25}
+
+
+def test_every_other_epoch_is_without_dropout() -> None:
+    method, _, batch = attributed()
+    dropped = []
+    for epoch in range(4):
+        method.advance(Progress(5, 10, epoch, 4))
+        method.training_step(batch)
+        dropped.append(float(method.monitor["drop_rate_vision"]) > 0)
+    assert dropped == [False, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["coop+drople", "cocoop+drople", "maple+drople"])
+def test_attribution_in_chunks_and_without_prompts_in_a_tower(name: str) -> None:
+    """Classes in chunks that are computed again in the backward pass have the same candidates and gradients."""
+    found = []
+    for room in (2**40, 1):
+        torch.manual_seed(0)
+        backbone = tiny_backbone()
+        backbone.activation_bytes = room
+        method: Any = make(name, backbone, TASK, {"rate": "attribution", "p_max": 1.0})
+        images = random_images(backbone, 4)
+        method.advance(Progress(5, 10, 1, 2))
+        losses = method.training_step(Batch(images, torch.arange(4) % 3, backbone.encode_images(images)))
+        torch.stack(list(losses.values())).sum().backward()
+        found.append([p.grad for p in method.parameters()] + [method.monitor["drop_rate_text"]])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_attribution_needs_tokens_in_their_places() -> None:
+    with pytest.raises(DropleError, match="remove"):
+        DropleOptions(rate="attribution", operation="remove")
+
+
 # Consistency and the residual ----------------------------------------------------------------------
 
 
@@ -252,7 +378,8 @@ def test_a_network_learns_to_rebuild() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rate": rate} for rate in RATES] + [{"residual": "nonlinear"}, {"cosine": 2.0}, {"l2": 8.0}],
+    [{"rate": rate} for rate in [*RATES, "attribution"]]
+    + [{"residual": "nonlinear"}, {"cosine": 2.0}, {"l2": 8.0}],
     ids=str,
 )
 def test_each_trains_all_that_it_adds(options: dict[str, Any]) -> None:

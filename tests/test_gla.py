@@ -17,7 +17,7 @@ from drople.backbone import Backbone
 from drople.data.dataset import load_data
 from drople.data.shots import few_shot, only_classes
 from drople.learner import PromptLearner
-from drople.losses import cross_entropy
+from drople.losses import class_log_prior, cross_entropy
 from drople.metrics import accuracy
 from drople.protocols import Run, execute, find_data, long_tailed
 
@@ -48,7 +48,7 @@ def world(classes: int, count: int, seed: int, spread: float = 1.0) -> tuple[Ten
 def test_the_prior_is_the_frequency_of_the_classes(labels: list[int]) -> None:
     counts = [max(1, labels.count(k)) for k in range(6)]
     expected = [math.log(count / sum(counts)) for count in counts]
-    got = gla.class_log_prior(torch.tensor(labels), 6)
+    got = class_log_prior(torch.tensor(labels), 6)
     assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
     assert got.exp().sum().item() == pytest.approx(1)
 
@@ -95,7 +95,7 @@ def slow_bias(zero_shot: Tensor, labels: Tensor, log_prior: Tensor) -> Tensor:
 )
 def test_the_estimate_is_the_minimum_of_the_risk(classes: int, count: int, scale: float) -> None:
     zero_shot, labels, _ = world(classes, count, seed=classes)
-    prior = gla.class_log_prior(labels, classes)
+    prior = class_log_prior(labels, classes)
     got = gla.estimate_label_bias((scale * zero_shot).float(), labels, prior)
     expected = slow_bias((scale * zero_shot).float(), labels, prior)
     assert got.exp().sum().item() == pytest.approx(1)
@@ -106,7 +106,7 @@ def test_the_estimate_is_the_minimum_of_the_risk(classes: int, count: int, scale
 def test_a_known_bias_is_found(seed: int) -> None:
     classes = 5
     zero_shot, labels, log_q = world(classes, 40_000, seed)
-    got = gla.estimate_label_bias(zero_shot, labels, gla.class_log_prior(labels, classes))
+    got = gla.estimate_label_bias(zero_shot, labels, class_log_prior(labels, classes))
     assert torch.allclose(got, log_q, atol=0.12), (got, log_q)
     assert (got - log_q).abs().mean() < 0.06
     assert (log_q - log_q.mean()).abs().max() > 0.5, "the bias is too flat to tell anything"
@@ -114,7 +114,7 @@ def test_a_known_bias_is_found(seed: int) -> None:
 
 def test_the_estimate_does_not_hang_on_a_constant_and_stays_finite() -> None:
     zero_shot, labels, _ = world(4, 200, 9)
-    prior = gla.class_log_prior(labels, 4)
+    prior = class_log_prior(labels, 4)
     here = gla.estimate_label_bias(zero_shot, labels, prior)
     shifted = gla.estimate_label_bias(zero_shot + torch.randn(200, 1) * 30, labels, prior)
     assert torch.allclose(here, shifted, atol=1e-3)
@@ -126,7 +126,7 @@ def test_the_estimate_does_not_hang_on_a_constant_and_stays_finite() -> None:
 
 def test_the_estimate_works_inside_no_grad() -> None:
     zero_shot, labels, _ = world(3, 50, 4)
-    prior = gla.class_log_prior(labels, 3)
+    prior = class_log_prior(labels, 3)
     outside = gla.estimate_label_bias(zero_shot, labels, prior)
     with torch.no_grad():
         assert torch.equal(gla.estimate_label_bias(zero_shot, labels, prior), outside)
@@ -134,7 +134,7 @@ def test_the_estimate_works_inside_no_grad() -> None:
 
 def test_adjust_is_its_formula_and_undoes_both_biases() -> None:
     zero_shot, labels, log_q = world(5, 4000, 7, spread=2.0)
-    prior = gla.class_log_prior(labels, 5)
+    prior = class_log_prior(labels, 5)
     learned = zero_shot - log_q + prior
     expected = torch.tensor(
         [
@@ -275,5 +275,5 @@ def test_the_tail_of_a_few_shot_draw_is_what_the_prior_counts(data: Path) -> Non
     images, _ = find_data(str(data), Path("."))
     train, _ = long_tailed(images, tail(data), Path("."))
     labels = torch.tensor([e.label for e in train.train])
-    assert gla.class_log_prior(labels, 2).exp().tolist() == pytest.approx([8 / 10, 2 / 10])
+    assert class_log_prior(labels, 2).exp().tolist() == pytest.approx([8 / 10, 2 / 10])
     assert set(train.train) <= set(few_shot(only_classes(images, [0, 1]).train, 8, 1))

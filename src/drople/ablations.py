@@ -3,8 +3,7 @@
 What the paper leaves open is our reading. Rows that it marks with "+" keep the baseline's L2 pull and have no
 residual entropy; those below replace the pull. The weights of D_cos and of D_KL + L_1 are CoPrompt's and
 PromptSRC's, from where the paper takes the terms; Dropblock drops as many tokens as Dropout 0.5. The unimodal
-rows stand on the baseline, as their first row, Dropout, does: it has the numbers of Dropout 0.5. Its row
-AD-DROP-Uni (gradients of the loss decide which tokens drop) is left out: that dropout is not written here.
+rows stand on the baseline, as their first row, Dropout, does: it has the numbers of Dropout 0.5.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,6 +58,7 @@ ABLATIONS: dict[str, Sequence[AblationRow]] = {
     ),
     "unimodal": (
         AblationRow("Dropout", DROPPED, VANILLA),
+        AblationRow("AD-DROP-Uni", DROPPED, {"rate": "attribution", **NO_ENTROPY}),
         AblationRow("Group-Wise-Uni", DROPPED, {"rate": "group", **NO_ENTROPY}),
         AblationRow("StandOut-Uni", DROPPED, {"rate": "standout", **NO_ENTROPY}),
         AblationRow("IWTD", FULL),

@@ -4,15 +4,17 @@ The paper's efficiency figure. Each method is measured in a process of its own, 
 no peak of memory, on random images and ImageNet's class names: costs do not hang on what is seen.
 
 FLOPs are those of matrix products and convolutions, two for a multiply-add. Memory is the peak while training
-(for a method that learns nothing, while predicting), weights and activations, without the images: on a GPU
-what torch allocated, on a CPU what the process grew by.
+(for a method that learns nothing, while predicting), weights and activations, without the training images: on
+a GPU what torch allocated, on a CPU what the process grew by.
 """
 
 import ctypes
 import gc
 import json
+import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drople.errors import DropleError
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 SHOTS = 16
 REPEATS = 3
+WARM_UP = 2  # runs before any that counts: on a GPU the first captures the step as a CUDA graph
+AT_LEAST_SECONDS = 0.2  # short runs are repeated for so long: the clock of one alone says little
+AREA = 900  # of the bubble with the most memory, in points
 WORKER = "from drople.cost import worker; worker()"
 
 
@@ -167,6 +172,8 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
+        if place.type == "cuda":
+            torch.cuda.set_device(place.index or 0)
     except (RuntimeError, AssertionError):
         raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -180,33 +187,24 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     words = class_names(classes)
     made = make(method, towers, Task(words, ("a photo of a {}.",)), options).to(place)
     step, gradients = _training_step(made, classes, batch)
-    images = torch.randint(0, 256, (batch, 3, towers.pixels.size, towers.pixels.size), device=place)
+    step_seconds = training_flops = memory = None
+    _forget_peak(place)
+    if made.trainable:
+        made.train()
+        step_seconds = _seconds(step, repeats, place)
+        memory = _peak(place, before)
+        training_flops = flops(gradients)
+    made.eval()
+    images = torch.randint(0, 256, (batch, 3, *2 * [towers.pixels.size]), dtype=torch.uint8, device=place)
     pixels = normalise(images, towers.pixels, dtype)
     weights = made.class_weights(words)
-    made.eval()
 
     def predict() -> object:
         return made.logits(pixels, weights)
 
-    with torch.no_grad():
-        _forget_peak(place)
-        if made.trainable:
-            made.train()
-            with torch.enable_grad():
-                step_seconds = _seconds(step, repeats, place)
-            made.eval()
-            memory = _peak(place, before)
-            predict_seconds = _seconds(predict, repeats, place)
-        else:
-            step_seconds = None
-            predict_seconds = _seconds(predict, repeats, place)
-            memory = _peak(place, before)
-        inference_flops = _flops(predict)
-        training_flops = None
-        if made.trainable:
-            made.train()
-            with torch.enable_grad():
-                training_flops = _flops(gradients)
+    predict_seconds = _seconds(predict, repeats, place)
+    if memory is None:
+        memory = _peak(place, before)
     return Cost(
         method=method,
         backbone=backbone,
@@ -215,7 +213,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
         device=place.type,
         trainable=made.trainable,
         training_flops=training_flops,
-        inference_flops=inference_flops // batch,
+        inference_flops=flops(predict) // batch,
         step_seconds=step_seconds,
         images_per_second=batch / predict_seconds,
         memory_bytes=memory,
@@ -264,27 +262,45 @@ def _training_step(
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: "torch.device") -> float:
-    """The median of some runs, after one to warm up."""
+    """The median of at least so many runs, after those that warm up."""
     import torch
 
-    times = []
-    for _ in range(repeats + 1):
+    times: list[float] = []
+    while len(times) < WARM_UP + repeats or sum(times[WARM_UP:]) < AT_LEAST_SECONDS:
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
+    return statistics.median(times[WARM_UP:])
 
 
-def _flops(work: Callable[[], object]) -> int:
+def flops(work: Callable[[], object]) -> int:
+    """What torch's own FlopCounterMode counts.
+
+    That one also follows which module an operation belongs to, by hooks that fail where a step asks for
+    gradients inside itself (ProGrad); only its formulas are used here.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Counter(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            given = kwargs or {}
+            out = func(*args, **given)
+            formula = flop_registry.get(func.overloadpacket)
+            self.total += 0 if formula is None else int(formula(*args, **given, out_val=out))
+            return out
 
     # Fused attention on a CPU counts as nothing.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), Counter() as counter:
         work()
-    return int(counter.get_total_flops())
+    return counter.total
 
 
 def _forget_peak(device: "torch.device") -> None:
@@ -390,37 +406,41 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     trained = [cost for cost in found if cost.step_seconds is not None]
     if not trained:
         raise DropleError("there is nothing to plot: none of these methods trains. Add one, such as drople.")
     largest = max(cost.memory_bytes for cost in trained)
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 7), layout="constrained")
     backbones = list(dict.fromkeys(cost.backbone for cost in trained))
+    areas = [AREA * max(0.02, cost.memory_bytes / max(1, largest)) for cost in trained]
     for index, backbone in enumerate(backbones):
-        part = [cost for cost in trained if cost.backbone == backbone]
+        part = [n for n, cost in enumerate(trained) if cost.backbone == backbone]
         axes.scatter(
-            [cost.trainable for cost in part],
-            [cost.step_seconds or 0.0 for cost in part],
-            s=[60 + 1500 * cost.memory_bytes / largest for cost in part],
+            [trained[n].trainable for n in part],
+            [trained[n].step_seconds or 0.0 for n in part],
+            s=[areas[n] for n in part],
             color=f"C{index}",
-            alpha=0.45,
+            alpha=0.35,
             edgecolor=f"C{index}",
             label=backbone,
         )
-    axes.set(xscale="log", yscale="log", xlabel="numbers learned", ylabel="seconds a training step")
-    for cost in trained:
-        place = cost.trainable, cost.step_seconds or 0.0
-        axes.annotate(cost.method, place, fontsize=8, ha="center", va="center")
+    axes.set(xscale="log", yscale="log", xlabel="numbers learned", ylabel="time of a training step")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    axes.yaxis.set_minor_formatter(lambda seconds, _: duration(seconds))
+    axes.tick_params(which="both", labelsize=8)
     axes.set_title(
         f"{trained[0].classes} classes, batch {trained[0].batch}, {trained[0].device}; "
-        f"area: peak memory, the largest {largest / 2**30:.1f} GiB",
+        f"area: peak memory, the largest {largest / 2**20:,.0f} MiB",
         fontsize=10,
     )
-    axes.grid(alpha=0.25, which="both")
-    axes.margins(0.15)
+    axes.grid(alpha=0.2, which="both")
+    axes.margins(0.12)
     if len(backbones) > 1:
         axes.legend(frameon=False, markerscale=0.4)
+    _label(axes, trained, areas)
     try:
         figure.savefig(Path(out), dpi=150)
     except (OSError, ValueError) as error:
@@ -429,3 +449,50 @@ def plot(found: Sequence[Cost], out: str | Path) -> None:
         ) from None
     finally:
         pyplot.close(figure)
+
+
+def _label(axes: Any, trained: Sequence[Cost], areas: Sequence[float]) -> None:
+    """Each bubble's name at the nearest place around it that no other name or bubble takes."""
+    axes.figure.canvas.draw()
+    per_point = axes.figure.dpi / 72
+    frame = axes.bbox
+    spots = axes.transData.transform([(cost.trainable, cost.step_seconds) for cost in trained])
+    radii = [math.sqrt(area / math.pi) * per_point for area in areas]
+    taken = [Box(x, y, 0.8 * r, 0.8 * r) for (x, y), r in zip(spots, radii, strict=True)]
+    for cost, (x, y), radius in zip(trained, spots, radii, strict=True):
+        # What one character of this size takes, with some air.
+        width, height = 5.2 * len(cost.method) * per_point, 11 * per_point
+        for step in range(400):
+            turn, away = math.tau * (step % 16) / 16, radius + (4 + 5 * (step // 16)) * per_point
+            to_right, up = math.cos(turn), math.sin(turn)
+            box = Box(x + to_right * (away + width / 2), y + up * (away + height / 2), width / 2, height / 2)
+            inside = (
+                frame.x0 + box.half_width < box.x < frame.x1 - box.half_width
+                and frame.y0 + box.half_height < box.y < frame.y1 - box.half_height
+            )
+            if inside and not any(box.meets(other) for other in taken):
+                break
+        taken.append(box)
+        axes.annotate(
+            cost.method,
+            (cost.trainable, cost.step_seconds),
+            ((box.x - x) / per_point, (box.y - y) / per_point),
+            textcoords="offset points",
+            fontsize=8,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "0.45", "shrinkA": 1, "shrinkB": 0},
+        )
+
+
+class Box(NamedTuple):
+    """A rectangle of a picture, around its middle."""
+
+    x: float
+    y: float
+    half_width: float
+    half_height: float
+
+    def meets(self, other: "Box") -> bool:
+        near = abs(self.x - other.x) < self.half_width + other.half_width
+        return near and abs(self.y - other.y) < self.half_height + other.half_height

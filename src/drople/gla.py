@@ -16,12 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def class_log_prior(labels: Tensor, classes: int) -> Tensor:
-    """log pi_s from the labels of the training images; a class without one counts as having one."""
-    counts = torch.bincount(labels, minlength=classes).clamp_min(1).double()
-    return (counts / counts.sum()).log()
-
-
 def estimate_label_bias(zero_shot: Tensor, labels: Tensor, log_prior: Tensor) -> Tensor:
     """log q [K], q on the simplex: argmin of the risk of f_zero-shot - log q + log pi_s.
 

@@ -1,5 +1,6 @@
 """Losses between predictions and labels, and between the learnable and the frozen branch."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,6 +9,19 @@ def cross_entropy(logits: Tensor, labels: Tensor, log_prior: Tensor | None = Non
     """Cross-entropy; with the log frequencies of the training classes it is the logit-adjusted loss
     (Menon et al. 2021; balanced softmax, Ren et al. 2020), which a long tail asks for."""
     return F.cross_entropy(logits if log_prior is None else logits + log_prior, labels)
+
+
+def class_log_prior(labels: Tensor, classes: int, *, compensated: bool = False) -> Tensor:
+    """log pi_k of the training images; a class without one counts as having one.
+
+    `compensated` is the prior of Candle's compensating logit-adjusted loss (Shi et al., KDD 2024): every class has
+    one image more, pi_k = (n_k + 1) / (N + K). There that one is the class's visual prototype, a sample of the
+    batch, and novel classes, of which it is the only one, stand beside the others; here methods train on images
+    and are not told of novel classes, so what is left is the prior, gentler with classes of few images.
+    """
+    counts = torch.bincount(labels, minlength=classes).double()
+    counts = counts + 1 if compensated else counts.clamp_min(1)
+    return (counts / counts.sum()).log()
 
 
 def l1_consistency(learned: Tensor, frozen: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ RandAugment of the image; here it is the plain image. Checked against a slow ref
 (tests/test_prompt_methods.py): differences of at most 3e-6.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,20 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from drople.backbone import Backbone, Sentences
-from drople.coupled_prompts import CoupledPrompts
 from drople.losses import cosine_consistency
-from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_classes, register
+from drople.methods.base import Batch, Presets, Task, frozen_classes, register
+from drople.methods.coupled import CoupledMethod, CoupledOptions
 from drople.options import option
-from drople.prompts import capped
 from drople.regulariser import Branches
 from drople.templates import ELEVEN
 
 
 @dataclass(frozen=True)
-class CoPromptOptions:
+class CoPromptOptions(CoupledOptions):
     depth: int = option(12, "prompts at the first so many layers of both towers (CoPrompt 12 or 9)", low=1)
     length: int = option(4, "prompts a layer (CoPrompt 4 or 2)", low=1)
-    init: str = option("a photo of a", "words the first prompts start from; those beyond `length` stay words")
     consistency: float = option(8.0, "weight lambda of consistency (CoPrompt 0.1 to 8, by dataset)", low=0)
     image_adapter: float = option(0.1, "share m of the image adapter (CoPrompt 0.1)", low=0, high=1)
     text_adapter: float = option(0.2, "share m of the text adapter (CoPrompt 0.2)", low=0, high=1)
@@ -62,36 +59,24 @@ class FeatureAdapter(nn.Module):
 
 
 @register
-class CoPrompt(PromptMethod):
+class CoPrompt(CoupledMethod):
     name = "coprompt"
     title = "Consistency-guided Prompt Learning"
-    kind = "prompt"
     citation = "Roy and Etemad, ICLR 2024"
     Options = CoPromptOptions
     options: CoPromptOptions
-    visual_prompts: CoupledPrompts
     presets: ClassVar[Presets] = {
         "authors": {"optimizer": "sgd", "lr": 3.5e-3, "batch_size": 4, "epochs": 8},
     }
 
     def __init__(self, backbone: Backbone, task: Task, options: CoPromptOptions) -> None:
         super().__init__(backbone, task, options)
-        layers = min(backbone.text_layers, backbone.vision_layers)
-        depth, note = capped(options.depth, layers, "coupled prompts")
-        self.notes += [note] if note else []
-        self.visual_prompts = CoupledPrompts(backbone, depth=depth, length=options.length, init=options.init)
         self.image_adapter = FeatureAdapter(backbone.embed_dim, options.image_adapter)
         self.text_adapter = FeatureAdapter(backbone.embed_dim, options.text_adapter)
         templates = dict.fromkeys((*task.templates, *ELEVEN))
         self.frozen_sentences = torch.stack(
             [frozen_classes(backbone, task.words, [template]) for template in templates]
         )
-
-    def text_states(self) -> Tensor:
-        return self.visual_prompts.text()
-
-    def sentences(self, words: Sequence[str]) -> Sentences:
-        return self.visual_prompts.sentences(self.backbone, words)
 
     def _encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
         return self.image_adapter(super()._encode_images(images, dropout))

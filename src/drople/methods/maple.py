@@ -17,47 +17,18 @@ of one draw; here each is drawn by itself.
 Checked against a slow reference in float64 (tests/test_prompt_methods.py): differences of at most 3e-6.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from drople.backbone import Backbone, Sentences
-from drople.coupled_prompts import CoupledPrompts
-from drople.methods.base import Presets, PromptMethod, Task, register
-from drople.options import option
-from drople.prompts import capped
-
-
-@dataclass(frozen=True)
-class MaPLeOptions:
-    depth: int = option(9, "prompts at the first so many layers of both towers (MaPLe 9)", low=1)
-    length: int = option(2, "prompts a layer (MaPLe 2)", low=1)
-    init: str = option("a photo of a", "words the first prompts start from; those beyond `length` stay words")
+from drople.methods.base import Presets, register
+from drople.methods.coupled import CoupledMethod, CoupledOptions
 
 
 @register
-class MaPLe(PromptMethod):
+class MaPLe(CoupledMethod):
     name = "maple"
     title = "Multi-modal Prompt Learning"
-    kind = "prompt"
     citation = "Khattak et al., CVPR 2023"
-    Options = MaPLeOptions
-    visual_prompts: CoupledPrompts
+    Options = CoupledOptions
     presets: ClassVar[Presets] = {
         "authors": {"optimizer": "sgd", "lr": 3.5e-3, "batch_size": 4, "epochs": 5},
     }
-
-    def __init__(self, backbone: Backbone, task: Task, options: MaPLeOptions) -> None:
-        super().__init__(backbone, task, options)
-        layers = min(backbone.text_layers, backbone.vision_layers)
-        depth, note = capped(options.depth, layers, "coupled prompts")
-        self.notes += [note] if note else []
-        self.visual_prompts = CoupledPrompts(backbone, depth=depth, length=options.length, init=options.init)
-
-    def text_states(self) -> Tensor:
-        return self.visual_prompts.text()
-
-    def sentences(self, words: Sequence[str]) -> Sentences:
-        return self.visual_prompts.sentences(self.backbone, words)
