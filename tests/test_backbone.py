@@ -200,6 +200,55 @@ def test_chunks_change_nothing(rows: int, sizes: list[int], checkpoints: list[in
     close(gradients[0], gradients[1], 1e-6)
 
 
+# Groups by length ----------------------------------------------------------------------------------
+
+
+def slow_padding(lengths: list[int], cuts: list[int]) -> int:
+    """The tokens that groups of sorted lengths take, each as long as its longest."""
+    return sum(
+        max(lengths[start:stop]) * (stop - start) for start, stop in zip([0, *cuts], cuts, strict=False)
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 60))
+def test_every_cut_is_worth_it_and_no_other_would_be(lengths: list[int], worth: int) -> None:
+    lengths = sorted(lengths)
+    cuts = clip.group_cuts(lengths, worth)
+    assert cuts == sorted(set(cuts)) and cuts[-1] == len(lengths)
+    taken = slow_padding(lengths, cuts)
+    for another in range(1, len(lengths)):
+        assert taken - slow_padding(lengths, sorted({*cuts, another})) < worth
+    assert slow_padding(lengths, [len(lengths)]) - taken >= worth * (len(cuts) - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 99])
+@pytest.mark.parametrize("own_prompts", [False, True])
+def test_groups_by_length_change_nothing(
+    rows: int, own_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features, gradients and the states kept for the alignment loss, in the order of the classes."""
+    found = []
+    for worth in (10**9, 1):
+        monkeypatch.setattr(clip, "WORTH_A_GROUP", worth)
+        backbone = tiny_backbone(dtype=torch.float64)
+        sentences = backbone.prompted(NAMES, context=3, supplementary=2)
+        assert len(sentences.groups) == (1 if worth > 1 else 3)
+        backbone.activation_bytes = chunk_bytes(backbone, sentences.base.shape[1], rows)
+        count = (len(NAMES), 5) if own_prompts else (5,)
+        prompts = torch.randn(2, *count, backbone.text_width, generator=torch.Generator().manual_seed(3))
+        prompts = prompts.to(backbone.dtype).requires_grad_()
+        rule = dataclasses.replace(RULE, p_min=0.0, p_max=0.0, scores=("class",))
+        dropout = TokenDropout(rule, "text", rows=torch.tensor([4, 2, 0, 2]), keep_states=True)
+        features = backbone.encode_text(sentences, prompts=prompts, dropout=dropout)
+        weights = torch.arange(features.numel()).view(features.shape)
+        (gradient,) = torch.autograd.grad((features * weights).sum(), prompts)
+        kept = [states * real[..., None] for states, real in dropout.take_kept()]
+        found.append((features, gradient, *kept))
+    for one, other in zip(*found, strict=True):
+        close(one, other, 1e-6)
+
+
 RULE = DropRule(
     layers=2,
     p_min=0.3,

@@ -98,7 +98,7 @@ def slow_gradcam(
         mixed.append(weights @ v[:, part])
     cls = x[0] + slow_linear(attn.out_proj, torch.cat(mixed))
     hidden = slow_linear(last.mlp.fc1, slow_norm(last.layer_norm2, cls))
-    cls = cls + slow_linear(last.mlp.fc2, hidden * torch.sigmoid(1.702 * hidden))
+    cls = cls + slow_linear(last.mlp.fc2, hidden * torch.sigmoid(hidden))
     feature = slow_linear(model.visual_projection, slow_norm(model.vision_model.post_layernorm, cls))
     logit = learner.backbone_.logit_scale * (feature / feature.norm()) @ direction.double()
     (gradient,) = torch.autograd.grad(logit, normed)

@@ -145,7 +145,7 @@ def slow_layer(layer: Any, x: Tensor, may_look: Tensor) -> tuple[Tensor, Tensor]
         mixed.append(attention[-1] @ v[:, part])
     x = x + slow_linear(attn.out_proj, torch.cat(mixed, 1))
     hidden = slow_linear(layer.mlp.fc1, slow_norm(layer.layer_norm2, x))
-    hidden = hidden / (1 + torch.exp(-1.702 * hidden))  # quick_gelu
+    hidden = hidden / (1 + torch.exp(-hidden))  # quick_gelu, whose factors the backbone has in its weights
     return x + slow_linear(layer.mlp.fc2, hidden), torch.stack(attention)
 
 

@@ -6,11 +6,14 @@ needs, classes in chunks whose activations fit a budget and are recomputed for t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.activations import QuickGELUActivation
 
 from drople.backbone.loading import Checkpoint, load_checkpoint
 from drople.backbone.tokens import Tokens
@@ -18,8 +21,11 @@ from drople.backbone.walk import ATTENTION, Adapt, LayerDropout, walk
 from drople.errors import DropleError
 
 # Activations kept for the gradient, in units of one [tokens, width] tensor a layer: the inputs of two
-# layer norms, query, key, value, attention output and twice the four-fold hidden layer of the MLP.
-SAVED_UNITS = 14
+# layer norms, query, key, value, attention output and the four-fold hidden layer of the MLP.
+SAVED_UNITS = 10
+# Classes of like length are encoded together, apart from longer ones, where that saves so many tokens of
+# padding: fewer are not worth a walk of their own.
+WORTH_A_GROUP = 2048
 
 LayerWeights = Mapping[int, Mapping[str, Tensor]]
 
@@ -38,7 +44,9 @@ class Sentences:
     real: Tensor
     words: Tensor  # tokens of the class name: never targets in the released code
     slots: Tensor | None
-    first: int = 0
+    numbers: Tensor  # [K], which of the classes these are
+    first: int = 0  # how many were encoded before these, where they are a part
+    lengths: tuple[int, ...] | None = None  # of each sentence, where they may be grouped by it
 
     def __len__(self) -> int:
         return len(self.base)
@@ -51,8 +59,44 @@ class Sentences:
             real=self.real[start:stop],
             words=self.words[start:stop],
             slots=None if self.slots is None else self.slots[start:stop],
-            first=start,
+            numbers=self.numbers[start:stop],
+            first=self.first + start,
+            lengths=None,
         )
+
+    @cached_property
+    def groups(self) -> tuple["Sentences", ...]:
+        """The sentences by length, each group no longer than its longest; laid out once, for every step."""
+        if self.lengths is None:
+            return (self,)
+        order = sorted(range(len(self)), key=self.lengths.__getitem__)
+        cuts = group_cuts([self.lengths[n] for n in order], WORTH_A_GROUP)
+        if len(cuts) == 1:
+            return (self,)
+        found = []
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            picked = torch.tensor(order[start:stop], device=self.real.device)
+            length = self.lengths[order[stop - 1]]
+            found.append(
+                replace(
+                    self,
+                    base=self.base[picked, :length],
+                    position=self.position[:length],
+                    anchor=self.anchor[picked],
+                    real=self.real[picked, :length],
+                    words=self.words[picked, :length],
+                    slots=None if self.slots is None else self.slots[picked, :length],
+                    numbers=self.numbers[picked],
+                    first=self.first + start,
+                    lengths=None,
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where each sentence is found among those of the groups."""
+        return torch.cat([group.numbers for group in self.groups]).argsort()
 
     def repeated(self, times: int) -> "Sentences":
         """The K sentences over and over, [times * K] of them: for prompts that differ from image to image."""
@@ -63,6 +107,8 @@ class Sentences:
             real=self.real.repeat(times, 1),
             words=self.words.repeat(times, 1),
             slots=None if self.slots is None else self.slots.repeat(times, 1, 1),
+            numbers=torch.arange(times * len(self), device=self.numbers.device),
+            lengths=None,
         )
 
     def tokens(self, prompts: Tensor | None, class_words_drop: bool) -> Tokens:
@@ -75,7 +121,42 @@ class Sentences:
         target = self.real & (places != self.anchor[:, None])
         if not class_words_drop:
             target = target & ~self.words
-        return Tokens(states, self.anchor, self.real, target, first=self.first, slots=self.slots)
+        return Tokens(
+            states, self.anchor, self.real, target, numbers=self.numbers, first=self.first, slots=self.slots
+        )
+
+
+def group_cuts(lengths: Sequence[int], worth: int) -> list[int]:
+    """Where lengths in rising order are cut into groups: each cut, the best first, saves at least `worth`
+    tokens of padding. The last cut is the end."""
+    cuts = [len(lengths)]
+    while True:
+        best = 0, 0
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            longest = lengths[stop - 1]
+            best = max(
+                [best, *(((c - start) * (longest - lengths[c - 1]), c) for c in range(start + 1, stop))]
+            )
+        if best[0] < worth:
+            return cuts
+        cuts = sorted([*cuts, best[1]])
+
+
+def _in_order(features: Tensor, sentences: Sentences) -> Tensor:
+    return features if len(sentences.groups) == 1 else features[sentences.places]
+
+
+def fold_quick_gelu(model: Any) -> None:
+    """`x sigmoid(1.702 x)` = silu(1.702 x) / 1.702: with both factors in the frozen weights around it, the
+    activation is one kernel that keeps one tensor for the gradient, instead of three that keep two."""
+    for layer in [*model.vision_model.encoder.layers, *model.text_model.encoder.layers]:
+        mlp = layer.mlp
+        if isinstance(mlp.activation_fn, QuickGELUActivation):
+            with torch.no_grad():
+                mlp.fc1.weight.mul_(1.702)
+                mlp.fc1.bias.mul_(1.702)
+                mlp.fc2.weight.div_(1.702)
+            mlp.activation_fn = nn.SiLU()
 
 
 class Backbone:
@@ -87,6 +168,7 @@ class Backbone:
         self.pixels = source.pixels
         self.model = source.model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
+        fold_quick_gelu(self.model)
         config = self.model.config
         self.embed_dim: int = config.projection_dim
         self.text_width: int = config.text_config.hidden_size
@@ -113,7 +195,8 @@ class Backbone:
     def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> "Backbone":
         self.model.to(device=device, dtype=dtype)
         if self.device.type == "cuda":
-            self.activation_bytes = 16 << 30
+            # Graphed steps need all classes at once; beyond this, memory counts for more.
+            self.activation_bytes = 4 << 30
         return self
 
     # Text ------------------------------------------------------------------------------------------
@@ -170,6 +253,8 @@ class Backbone:
             real=real.to(device),
             words=words.to(device),
             slots=slots.to(device) if prompts else None,
+            numbers=torch.arange(count, device=device),
+            lengths=tuple(lengths),
         )
 
     def word_embeddings(self, text: str) -> Tensor:
@@ -194,7 +279,7 @@ class Backbone:
         def encode(rows: Sentences) -> Tensor:
             entering = prompts
             if prompts is not None and prompts.ndim == 4:
-                entering = prompts[:, rows.first : rows.first + len(rows)]
+                entering = prompts[:, rows.numbers]
             tokens = walk(
                 tower.encoder.layers,
                 rows.tokens(entering, class_words_drop),
@@ -207,21 +292,29 @@ class Backbone:
             eos = tokens.states[torch.arange(len(rows), device=self.device), tokens.anchor]
             return self.model.text_projection(tower.final_layer_norm(eos)).float()
 
+        groups = sentences.groups
         if self.fits_at_once(sentences):
-            return encode(sentences)
-        size = self._classes_at_once(sentences)
-        parts = [sentences.rows(n, n + size) for n in range(0, len(sentences), size)]
-        if torch.is_grad_enabled():
-            return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
-        return torch.cat([encode(part) for part in parts])
+            features = [encode(group) for group in groups]
+        else:
+            parts = [part for group in groups for part in self._chunks(group)]
+            recompute = torch.is_grad_enabled()
+            features = [checkpoint(encode, p, use_reentrant=False) if recompute else encode(p) for p in parts]
+        return features[0] if len(features) == 1 else _in_order(torch.cat(features), sentences)
 
     def fits_at_once(self, sentences: Sentences) -> bool:
         """Whether the activations of all classes fit the budget together."""
-        return len(sentences) <= self._classes_at_once(sentences)
+        return (
+            sum(len(group) * self._bytes_a_class(group) for group in sentences.groups)
+            <= self.activation_bytes
+        )
 
-    def _classes_at_once(self, sentences: Sentences) -> int:
+    def _chunks(self, sentences: Sentences) -> list[Sentences]:
+        size = max(1, self.activation_bytes // self._bytes_a_class(sentences))
+        return [sentences.rows(n, n + size) for n in range(0, len(sentences), size)]
+
+    def _bytes_a_class(self, sentences: Sentences) -> int:
         numbers = SAVED_UNITS * self.text_width * self.text_layers * sentences.base.shape[1]
-        return max(1, self.activation_bytes // (numbers * self.dtype.itemsize))
+        return numbers * self.dtype.itemsize
 
     # Images ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ class Tokens:
     anchor: Tensor  # [N], the place of the global token: cls or eos
     real: Tensor  # not padding
     target: Tensor  # may drop (J_target)
-    first: int = 0  # the number of the first sequence, where a batch is cut into chunks
+    numbers: Tensor | None = None  # [N], which of the classes these are
+    first: int = 0  # how many sequences were walked before these, where classes come in parts
     padded: bool = False  # padding that attention could see: only after tokens were removed
     slots: Tensor | None = None  # [N, L, M] one-hot: which prompt of a layer enters where
     hidden: Tensor | None = None  # as keys, hidden from the others in the next layer
