@@ -1,18 +1,24 @@
-"""The cost of a DroPLe training step over the step of the same prompts without dropout and residual entropy.
+"""The cost of a DroPLe training step against another: the same prompts without dropout and residual entropy, or
+DroPLe written plainly (naive_drople.py).
 
-    python benchmarks/step.py [--classes 37] [--batch 32] [--steps 12] [--backbone pocket]
+    python benchmarks/step.py [--against plain] [--classes 37] [--batch 32] [--steps 12] [--backbone pocket]
+    python benchmarks/step.py --against naive
     python benchmarks/step.py --memory --classes 1000
 
-Steps of both methods alternate in one process, so that whatever else the machine does falls on both;
-the claim is the ratio of the medians. `--memory` prints the peak resident memory of one DroPLe step.
+Steps of both alternate in one process, so that whatever else the machine does falls on both; the claim is the
+ratio of the medians. `--memory` prints the peak resident memory of one DroPLe step.
 """
 
 import argparse
 import resource
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from naive_drople import NaiveDroPLe
+from torch import Tensor
 
 from drople.backbone import Backbone
 from drople.methods import Batch, Method, Progress, Task, make
@@ -49,20 +55,24 @@ def words(count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def step(method: Method, batch: Batch) -> float:
+def step(method: Method, loss: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
     method.advance(Progress(5, 10, 0, 1))
-    losses = method.training_step(batch)
-    torch.stack(list(losses.values())).sum().backward()
+    loss().backward()
     for parameter in method.parameters():
         parameter.grad = None
     return time.perf_counter() - start
+
+
+def loss_of(method: Method, batch: Batch) -> Callable[[], Tensor]:
+    return lambda: torch.stack(list(method.training_step(batch).values())).sum()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--against", choices=("plain", "naive"), default="plain")
     parser.add_argument("--backbone", default="pocket")
     parser.add_argument("--classes", type=int, default=37)
     parser.add_argument("--batch", type=int, default=32)
@@ -80,23 +90,29 @@ def main() -> None:
     )
     task = Task(words(given.classes), ("a photo of a {}.",))
     drople = make("drople", backbone, task, {})
+    ours = loss_of(drople, batch)
     if given.memory:
-        step(drople, batch)
+        step(drople, ours)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         print(f"{given.classes} classes, batch {given.batch}: peak memory {peak:.2f} GB")
         return
-    plain = make("baseline", backbone, task, {"consistency": 0.0})
-    times: dict[str, list[float]] = {"drople": [], "plain": []}
+    if given.against == "plain":
+        other = make("baseline", backbone, task, {"consistency": 0.0})
+        theirs = loss_of(other, batch)
+    else:
+        other, naive = drople, NaiveDroPLe(drople)
+        theirs = partial(naive.loss, batch.images, batch.images, batch.labels)
+    times: dict[str, list[float]] = {"drople": [], given.against: []}
     for number in range(given.steps + 2):
-        for name, method in (("plain", plain), ("drople", drople)):
-            seconds = step(method, batch)
+        for name, method, loss in ((given.against, other, theirs), ("drople", drople, ours)):
+            seconds = step(method, loss)
             if number >= 2:
                 times[name].append(seconds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{given.classes} classes, batch {given.batch}, {backbone.name}, {torch.get_num_threads()} threads")
     for name, seconds in medians.items():
         print(f"  {name:8s} {1000 * seconds:8.1f} ms a step")
-    print(f"  ratio    {medians['drople'] / medians['plain']:8.2f}")
+    print(f"  ratio    {medians['drople'] / medians[given.against]:8.2f}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ from drople.methods import REGISTRY
 from drople.protocols import Run, benchmark, plan, summary
 
 FOUR = ("caltech101", "oxford_pets", "eurosat", "dtd10")
+FIVE = (*FOUR, "pacs")
 SEEDS = (1, 2, 3)
 OURS = ("zero-shot", "drople")
+# The rows of the study on real weights (docs/results.md).
+STUDY = ("zero-shot", "coop", "cocoop", "kgcoop", "maple", "promptsrc", "baseline")
 
 
 def tables(backbone: str) -> dict[str, list[Run]]:
@@ -33,6 +36,14 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         + plan("long-tail", FOUR, ("drople",), SEEDS, post_hoc="gla", **common),
         "base-to-novel": plan("base-to-novel", FOUR, every, SEEDS, **common),
         "few-shot": plan("few-shot", FOUR, every, SEEDS, **common),
+        "pacs": plan("few-shot", ("pacs",), OURS, SEEDS, **common)
+        + plan("cross-dataset", FIVE, OURS, SEEDS, source=FOUR[0], **common)
+        + plan("base-to-novel", ("pacs",), OURS, SEEDS, **common)
+        + plan("long-tail", ("pacs",), OURS, SEEDS, **common),
+        "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
+        "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common)
+        + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
+        + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="released", **common),
     }
 
 
@@ -53,6 +64,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--tables", nargs="*", default=None)
+    parser.add_argument("--methods", nargs="*", default=None, help="only these of the tables' methods")
+    parser.add_argument("--without", nargs="*", default=(), help="all but these")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     wanted = [
@@ -60,6 +73,7 @@ def main() -> None:
         for name, runs in tables(given.backbone).items()
         if not given.tables or name in given.tables
         for run in runs
+        if run.method not in given.without and (given.methods is None or run.method in given.methods)
     ]
     runs = list({run.path: run for run in wanted}.values())
     todo = [run for run in runs if not (given.out / run.path).exists()]

@@ -10,9 +10,10 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from multiprocessing.process import BaseProcess
@@ -157,6 +158,40 @@ class Command:
 
 def drople(*arguments: object, environment: dict[str, str] | None = None) -> Answer:
     return Command(*arguments, environment=environment).wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def ranks(world: int) -> list[dict[str, str]]:
+    """What a launcher tells each of some processes that train together."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [{**shared, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world)]
+
+
+def in_processes(world: int, work: Callable[..., None], *arguments: Any) -> None:
+    """`work(*arguments)` in some processes that can reach each other, until all are done."""
+    processes = [
+        _server().Process(target=_worker, args=(work, arguments, environment)) for environment in ranks(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * world, codes
+
+
+def _worker(work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    work(*arguments)
 
 
 @functools.cache

@@ -123,6 +123,21 @@ def test_before_fit_there_is_nothing_to_ask(tmp_path: Path) -> None:
             ask(image)
 
 
+def test_many_batches_with_bad_ones_among_them_say_what_single_images_do(
+    fitted: PromptLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are decoded ahead and fetched late: none may be lost, doubled or out of order."""
+    monkeypatch.setattr("drople.learner.ENCODE_BATCH", 3)
+    (tmp_path / "bad.jpg").write_bytes(b"no picture")
+    images = [picture(colour, number) for number in range(4) for colour in BASE]
+    # A bad one inside a batch, then two batches of nothing else, the last one of all among them.
+    mixed: list[Any] = [images[0], tmp_path / "bad.jpg", *images[1:], *[tmp_path / "bad.jpg"] * 5]
+    good, rows = fitted.readable_proba(mixed)
+    assert good == [0, *range(2, 13)]
+    alone = np.concatenate([fitted.predict_proba([image]) for image in images])
+    np.testing.assert_allclose(rows, alone, rtol=1e-4, atol=1e-6)
+
+
 def test_predictions_take_paths_pictures_arrays_and_one_alone(
     fitted: PromptLearner, data: Path, tmp_path: Path
 ) -> None:
@@ -332,7 +347,7 @@ def test_zero_shot_learns_nothing_and_equals_the_frozen_model(data: Path, tmp_pa
         ({"seed": -1}, "seed"),
         ({"optimizer": "adam"}, "adamw"),
         ({"method": "drupal"}, "drople"),
-        ({"method": "zero-shot+drople"}, "wraps prompt learners only"),
+        ({"method": "zero-shot+drople"}, "wraps what learns inside the towers"),
         ({"backbone": tiny_checkpoint().parent / "nowhere"}, "no folder"),
     ],
 )

@@ -16,7 +16,7 @@ from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.learner import PromptLearner
 from drople.methods import REGISTRY, Batch, Method, Progress, Task, find, make, option_names
-from drople.methods.base import PromptMethod, TrainingData
+from drople.methods.base import TowerMethod, TrainingData
 from drople.methods.drople import DeepPromptOptions
 from drople.regulariser import RELEASED, DropleOptions
 from drople.training import TrainingOptions
@@ -27,7 +27,7 @@ TASK = Task(WORDS, ("a photo of a {}.",))
 
 def wrappable() -> Iterator[str]:
     for name, kind in sorted(REGISTRY.items()):
-        prompts = issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+        prompts = issubclass(kind, TowerMethod) and not getattr(kind, "wrapped", False)
         if prompts or getattr(kind, "takes_prompts", False):
             yield f"{name}+drople"
 
@@ -132,7 +132,7 @@ def test_trained_saved_and_loaded_it_predicts_the_same(name: str, data: Path, tm
         expected = one.predict_proba(probe, novel)
     except DropleError as error:
         # A classifier over its own classes may say that it knows no others; prompts serve them all.
-        assert str(error) and not issubclass(find(name)[0], PromptMethod)
+        assert str(error) and not issubclass(find(name)[0], TowerMethod)
     else:
         np.testing.assert_array_equal(expected, again.predict_proba(probe, novel))
     stored = sum(p.numel() for p in again.method_.parameters())
@@ -171,7 +171,9 @@ def test_only_prompt_learners_and_adapters_on_prompts_are_wrapped() -> None:
         if f"{name}+drople" in NAMES:
             assert find(f"{name}+drople")[1]
         else:
-            with pytest.raises(DropleError, match=r"wraps prompt learners only|already drops tokens"):
+            with pytest.raises(
+                DropleError, match=r"wraps what learns inside the towers|already drops tokens"
+            ):
                 find(f"{name}+drople")
 
 
@@ -225,15 +227,19 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "lora_rank": (2,),
     "lora_from": (1,),
     "lora_lr": (0.5,),
+    "gpa_mean": (0.2,),
+    "gpa_std": (0.3,),
+    "frozen_share": (0.5,),
     # DropleOptions
     "vision_dropout_layers": (1, 0),
     "text_dropout_layers": (1, 0),
     "p_min": (0.2, 0.0),
     "p_max": (0.9, 0.1, 1.0),
+    "range_schedule": ("rising", "falling"),
     "operation": ("zero", "zero_scaled", "noise", "remove"),
     "noise": (0.5,),
     "draw": ("shared", "one_layer"),
-    "rate": ("uniform", "block", "group", "standout"),
+    "rate": ("uniform", "block", "group", "standout", "attribution"),
     "scores": (("class",), ("self",), ("cross",), ("class", "cross")),
     "score_sum_to_one": (True,),
     "class_words_drop": (False,),
@@ -262,6 +268,7 @@ WITH: dict[str, dict[str, Any]] = {
     "lora_from": {"lora_rank": 2},
     "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},
+    "gpa_mean": {"gpa_std": 0.3},
 }
 CASES = [(name, value) for name, values in OTHER.items() for value in values]
 
@@ -275,7 +282,7 @@ def test_every_option_is_exercised() -> None:
 def one_epoch(
     towers: Backbone, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Six steps with draws of their own, the prompts' share in them, and what was learned."""
+    """Six steps with draws of their own, the prompts' share in them, and what was learned and comes of it."""
     torch.manual_seed(0)
     method = make("drople", towers, TASK, options)
     optimizer = torch.optim.AdamW(method.parameter_groups(1e-2), lr=1e-2)
@@ -289,7 +296,8 @@ def one_epoch(
         optimizer.step()
         shown = {name: loss.detach() for name, loss in losses.items()} | method.monitor
         rows.append({name: float(value) for name, value in shown.items()})
-    return rows, {n: p.detach().clone() for n, p in method.named_parameters()}
+    learned = {n: p.detach().clone() for n, p in method.named_parameters()}
+    return rows, learned | {"class weights": method.eval().class_weights(("red", "grey"))}
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{n}={v}" for n, v in CASES])

@@ -15,13 +15,13 @@ import torch
 from tiny import random_images, slow_layer, slow_linear, slow_norm, tiny_backbone
 from torch import Tensor
 
+from drople.aggregate import last_share
 from drople.backbone import Backbone
 from drople.learner import PromptLearner
 from drople.methods import REGISTRY, Batch, Progress, Task, make
 from drople.methods import cocoop as cocoop_module
 from drople.methods.base import TrainingData
 from drople.methods.prograd import project
-from drople.methods.promptsrc import last_share
 from drople.templates import ELEVEN
 from drople.training import Training, TrainingOptions
 

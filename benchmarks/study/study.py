@@ -3,19 +3,25 @@
     python benchmarks/study/study.py --grid benchmarks/study/grids/NAME.json --data DATA --backbone pocket \
         --workers 6 --out records.jsonl
 
-A grid is a JSON object: {"datasets": [...], "seeds": [...], "protocol": "base-novel" | "all",
-"variants": {"name": {"method": "drople", "options": {...}}, ...}, "shots": 16}. Each line of the output is
-one run with validation and test accuracies; runs already in the output are not repeated. Hyper-parameters
-are chosen by the validation accuracy of the classes trained on, never by a test column.
+A grid is a JSON object: {"datasets": [...], "seeds": [...], "protocol": "nested" | "base-novel" | "all",
+"variants": {"name": {"method": "drople", "options": {...}}, ...}, "shots": 16}; "datasets" may be an object
+that gives each its own seeds. Each line of the output is one run; runs already in it are not repeated.
+
+Hyper-parameters are chosen by "nested": base-to-novel inside the base classes. The seed divides them into two
+halves; one trains, and both are asked about images of theirs that were not trained on (validation and, of the
+held-out classes, training images). No test image and no novel class has a part in it.
 """
 
 import argparse
-import itertools
 import json
+import random
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
@@ -41,40 +47,51 @@ _worker: dict[str, Any] = {}
 
 
 class Pictures:
-    """All images of a dataset, decoded once: at training size and as the backbone sees them."""
+    """All images of a dataset on the device: at training size, as the backbone sees them, and their features."""
 
-    def __init__(self, data: ImageData, backbone: Backbone, device: str) -> None:
-        everything = [*data.train, *data.val, *data.test, *(e for part in data.extra.values() for e in part)]
-        paths = [e.image for e in everything]
-        self.place = {str(path): number for number, path in enumerate(paths)}
-        pixels = backbone.pixels
-        plain, _, _ = decode(paths, pixels.size, pixels.resample, strict=True)
-        roomy, _, _ = decode(
-            [e.image for e in data.train], round(pixels.size * ROOM), pixels.resample, strict=True
-        )
-        self.plain, self.roomy = plain.to(device), roomy.to(device)
+    def __init__(self, data: ImageData, folder: Path, device: str) -> None:
+        self.place = {str(e.image): number for number, e in enumerate(everything(data))}
         self.train_place = {str(e.image): number for number, e in enumerate(data.train)}
-        with torch.no_grad():
-            parts = [
-                backbone.encode_images(normalise(p, pixels, backbone.dtype)) for p in self.plain.split(256)
-            ]
-        self.frozen = torch.cat(parts)
+        self.plain, self.roomy, self.frozen = (
+            torch.from_numpy(np.load(folder / f"{name}.npy")).to(device)
+            for name in ("plain", "roomy", "frozen")
+        )
 
     def rows(self, examples: list[Example] | tuple[Example, ...]) -> Tensor:
         return torch.tensor([self.place[str(e.image)] for e in examples], device=self.plain.device)
 
 
-def start(root: str, backbone: str, device: str, datasets: list[str]) -> None:
+def everything(data: ImageData) -> list[Example]:
+    return [*data.train, *data.val, *data.test, *(e for part in data.extra.values() for e in part)]
+
+
+def prepare(data: ImageData, backbone: Backbone, folder: Path) -> None:
+    """Decode and encode once, for all workers."""
+    pixels = backbone.pixels
+    plain, _, _ = decode([e.image for e in everything(data)], pixels.size, pixels.resample, strict=True)
+    size = round(pixels.size * ROOM)
+    roomy, _, _ = decode([e.image for e in data.train], size, pixels.resample, strict=True)
+    with torch.no_grad():
+        parts = [
+            backbone.encode_images(normalise(p.to(backbone.device), pixels, backbone.dtype))
+            for p in plain.split(256)
+        ]
+    folder.mkdir(parents=True)
+    for name, tensor in (("plain", plain), ("roomy", roomy), ("frozen", torch.cat(parts).cpu())):
+        np.save(folder / f"{name}.npy", tensor.numpy())
+
+
+def start(root: Path, prepared: Path, backbone: str, device: str) -> None:
     """What a worker keeps for all its runs."""
     torch.set_num_threads(2)
     frozen = Backbone.load(backbone).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-    _worker.update(backbone=frozen, device=device, root=root, datasets={})
+    _worker.update(backbone=frozen, device=device, root=root, prepared=prepared, datasets={})
 
 
 def dataset(name: str) -> tuple[ImageData, Pictures]:
     if name not in _worker["datasets"]:
-        data = load_data(Path(_worker["root"]) / name)
-        _worker["datasets"][name] = data, Pictures(data, _worker["backbone"], _worker["device"])
+        data = load_data(_worker["root"] / name)
+        _worker["datasets"][name] = data, Pictures(data, _worker["prepared"] / name, _worker["device"])
     return _worker["datasets"][name]
 
 
@@ -92,44 +109,83 @@ def accuracy(
     return right / len(examples)
 
 
+Part = tuple[tuple[str, ...], tuple[Example, ...]]  # class words, and images of those classes
+
+
+def parts(data: ImageData, task: dict[str, Any]) -> tuple[ImageData, list[Example], dict[str, Part]]:
+    """What a protocol trains on (classes, and the images of them), and what it asks about."""
+    base, novel = base_novel(data.classes)
+    if task["protocol"] == "all":
+        rest = {"val": data.val, "test": data.test, **data.extra}
+        return (
+            data,
+            few_shot(data.train, task["shots"], task["seed"]),
+            {n: (data.words, e) for n, e in rest.items()},
+        )
+    seen, unseen = only_classes(data, base), only_classes(data, novel)
+    if task["protocol"] == "base-novel":
+        asked = {
+            "val": (seen.words, seen.val),
+            "test": (seen.words, seen.test),
+            "novel": (unseen.words, unseen.test),
+        }
+        return seen, few_shot(seen.train, task["shots"], task["seed"]), asked
+    labels = list(range(len(seen.classes)))
+    random.Random(task["seed"]).shuffle(labels)
+    half = (len(labels) + 1) // 2
+    inner, held = (only_classes(seen, sorted(part)) for part in (labels[:half], labels[half:]))
+    chosen = few_shot(inner.train, task["shots"], task["seed"])
+    taken = {str(e.image) for e in chosen}
+    left = tuple(e for e in inner.train if str(e.image) not in taken)
+    return (
+        inner,
+        chosen,
+        {"val": (inner.words, inner.val + left), "novel": (held.words, held.val + held.train)},
+    )
+
+
 def run(task: dict[str, Any]) -> dict[str, Any]:
     begun = time.time()
     data, pictures = dataset(task["dataset"])
     backbone = _worker["backbone"]
-    base, novel = base_novel(data.classes)
-    seen = data if task["protocol"] == "all" else only_classes(data, base)
-    chosen = few_shot(seen.train, task["shots"], task["seed"])
+    seen, chosen, asked = parts(data, task)
     options = {k: v for k, v in task["options"].items() if k not in names(TrainingOptions)}
     training_options = build(TrainingOptions, {k: v for k, v in task["options"].items() if k not in options})
     torch.manual_seed(task["seed"])
     template = TEMPLATES.get(task["dataset"], "a photo of a {}.")
     method = make(task["method"], backbone, Task(seen.words, (template,)), options).to(backbone.device)
     record = dict(task)
-    rows = pictures.rows(chosen)
-    if list(method.parameters()):
+    if method.trainable:
         train_rows = torch.tensor(
             [pictures.train_place[str(e.image)] for e in chosen], device=backbone.device
         )
         labels = torch.tensor([e.label for e in chosen], device=backbone.device)
-        few = TrainingData(pictures.roomy[train_rows], labels, pictures.frozen[rows])
+        few = TrainingData(pictures.roomy[train_rows], labels, pictures.frozen[pictures.rows(chosen)])
         training = Training(method, few, training_options, seed=task["seed"], precision="bf16")
         last: dict[str, float] = {}
         training.run(lambda status: last.update(status.values))
         record["last_step"] = {k: round(v, 5) for k, v in last.items()}
     method.eval()
-    record["val"] = accuracy(method, pictures, seen.words, seen.val)
-    record["test"] = accuracy(method, pictures, seen.words, seen.test)
-    for name, examples in seen.extra.items():
-        record[name] = accuracy(method, pictures, seen.words, examples)
-    if task["protocol"] != "all":
-        unseen = only_classes(data, novel)
-        record["novel"] = accuracy(method, pictures, unseen.words, unseen.test)
-        record["harmonic_mean"] = harmonic_mean(record["test"], record["novel"])
+    for name, (words, examples) in asked.items():
+        record[name] = accuracy(method, pictures, words, examples)
+    if "novel" in record:
+        record["harmonic_mean"] = harmonic_mean(record.get("test", record["val"]), record["novel"])
     record["seconds"] = round(time.time() - begun, 2)
     return record
 
 
+def attempt(task: dict[str, Any]) -> dict[str, Any]:
+    """One run that fails must not end the study."""
+    try:
+        return run(task)
+    except Exception as error:
+        return {**task, "error": f"{type(error).__name__}: {error}"}
+
+
 def tasks(grid: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every run, those of the largest dataset first, so that none is left alone at the end."""
+    datasets = grid["datasets"]
+    seeds = datasets if isinstance(datasets, dict) else dict.fromkeys(datasets, grid["seeds"])
     return [
         {
             "variant": name,
@@ -139,9 +195,9 @@ def tasks(grid: dict[str, Any]) -> list[dict[str, Any]]:
             "shots": grid.get("shots", 16),
         }
         | {"method": variant["method"], "options": grid.get("common", {}) | variant.get("options", {})}
-        for seed, data, (name, variant) in itertools.product(
-            grid["seeds"], grid["datasets"], grid["variants"].items()
-        )
+        for data, of in seeds.items()
+        for seed in of
+        for name, variant in grid["variants"].items()
     ]
 
 
@@ -150,7 +206,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--grid", type=Path, required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--backbone", default="pocket")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=6)
@@ -164,13 +220,19 @@ def main() -> None:
             done.add((row["variant"], row["dataset"], row["seed"]))
     todo = [t for t in tasks(grid) if (t["variant"], t["dataset"], t["seed"]) not in done]
     begun = time.time()
-    arguments = (given.data, given.backbone, given.device, grid["datasets"])
+    prepared = Path(tempfile.mkdtemp(prefix="drople-study-"))
+    start(given.data, prepared, given.backbone, given.device)
+    for name in dict.fromkeys(t["dataset"] for t in todo):
+        prepare(load_data(given.data / name), _worker["backbone"], prepared / name)
+    print(f"{len(todo)} runs to do; decoded in {time.time() - begun:.0f} s", flush=True)
+    arguments = (given.data, prepared, given.backbone, given.device)
     with mp.get_context("spawn").Pool(given.workers, start, arguments) as pool, given.out.open("a") as out:
-        for number, record in enumerate(pool.imap_unordered(run, todo), 1):
+        for number, record in enumerate(pool.imap_unordered(attempt, todo), 1):
             out.write(json.dumps({"backbone": given.backbone, **record}) + "\n")
             out.flush()
             if number % 20 == 0:
                 print(f"{number}/{len(todo)} runs, {time.time() - begun:.0f} s", flush=True)
+    shutil.rmtree(prepared)
     print(f"{len(todo)} runs in {time.time() - begun:.0f} s")
 
 

@@ -1,6 +1,7 @@
 """The command line: one function a command, no logic. Heavy imports wait until a command runs."""
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from drople import __version__
 from drople.errors import DropleError
+from drople.progress import speaks
 
 if TYPE_CHECKING:
     from drople.learner import PromptLearner
@@ -76,7 +78,7 @@ def fit(
     """
     from drople.data import load_data
     from drople.learner import PromptLearner
-    from drople.progress import Terminal, speaks
+    from drople.progress import Terminal
 
     options = read_settings(set_) | ({} if epochs is None else {"epochs": epochs})
     learner = PromptLearner(
@@ -230,6 +232,14 @@ def benchmark(
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[str | None, Parameter(help="a preset of the methods")] = None,
     retry_failed: Annotated[bool, Parameter(help="run failed runs again")] = False,
+    cluster: Annotated[
+        str | None,
+        Parameter(
+            help="several runs at a time: local:N for N processes of this machine, on its GPUs in turn; or the "
+            "workers of a Dask scheduler, by its address (tcp://HOST:8786) or scheduler file. Workers need "
+            "drople[cluster], and data and backbone at the same paths; records are written here. See docs/cluster.md"
+        ),
+    ] = None,
     device: Device = "auto",
     precision: Annotated[
         Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")
@@ -265,12 +275,26 @@ def benchmark(
         post_hoc=post_hoc,
     )
     shown = Terminal()
-    records = []
-    for number, (_, record, there) in enumerate(
-        go(runs, root, out, device=device, retry_failed=retry_failed, progress=shown), 1
-    ):
-        records.append(record)
-        shown.line(f"[{number}/{len(runs)}] {summary(record)}{' (was there)' if there else ''}")
+    common: dict[str, Any] = {"device": device, "retry_failed": retry_failed, "progress": shown}
+    if cluster is None:
+        results = go(runs, root, out, **common)
+    else:
+        from drople.sweep import sweep
+
+        results = sweep(runs, root, out, cluster, **common)
+    found: dict[Path, Any] = {}
+    try:
+        for number, (run, record, there) in enumerate(results, 1):
+            found[run.path] = record
+            shown.line(f"[{number}/{len(runs)}] {summary(record)}{' (was there)' if there else ''}")
+    except KeyboardInterrupt:
+        shown.line(
+            f"drople: stopped; {len(found)} of {len(runs)} runs are recorded in {out}: the same command goes on "
+            "with the rest, with or without --cluster"
+        )
+        sys.exit(130)
+    # A cluster finishes runs in an order of its own.
+    records = [found[run.path] for run in runs]
     print_json(records) if json else print_benchmark(records)
     refuse_failures(records)
 
@@ -541,7 +565,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, exit_on_error=False)
     except DropleError as error:
-        print(f"drople: {error}", file=sys.stderr)
+        # Of several processes any may be the one that failed.
+        who = "drople" if speaks() else f"drople (process {os.environ['RANK']})"
+        print(f"{who}: {error}", file=sys.stderr)
         sys.exit(2)
     except CycloptsError:
         sys.exit(2)

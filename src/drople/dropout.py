@@ -28,7 +28,7 @@ from drople.unimodal import Standout, group_value
 
 Operation = Literal["hide", "zero", "zero_scaled", "noise", "remove"]
 Draw = Literal["layer", "shared", "one_layer"]
-Rate = Literal["importance", "uniform", "block", "group", "standout"]
+Rate = Literal["importance", "uniform", "block", "group", "standout", "attribution"]
 
 BLOCK = 3  # consecutive tokens that drop together with the rate `block` (the paper's ablation)
 
@@ -86,7 +86,7 @@ OPERATIONS: dict[Operation, Callable[[Tokens, Tensor, Tensor, DropRule], Tokens]
 }
 
 
-def in_runs(p: float, target: Tensor, length: int) -> Tensor:
+def in_runs(p: float | Tensor, target: Tensor, length: int) -> Tensor:
     """DropBlock along the sequence: runs of `length` tokens drop together, each target token with p.
 
     A token drops where a run covers it, and `length` runs may: each starts with `1 - (1 - p)^(1/length)`.
@@ -125,6 +125,9 @@ class TokenDropout:
     modality: Modality
     bridge: Bridge | None = None
     standout: Standout | None = None
+    strength: float | Tensor = 1.0  # of every probability: where the drop range moves over training
+    # For the rate `attribution`, by layer and part of the classes.
+    candidates: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
     detach: bool = True
     keep_states: bool = False
@@ -147,7 +150,9 @@ class TokenDropout:
         return None
 
     @torch.no_grad()
-    def _see(self, query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> None:
+    def _see(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool
+    ) -> None:
         self._attention = attention_map(query, key, scaling, mask, causal)
 
     def drop(self, layer: int, tokens: Tokens) -> Tokens:
@@ -167,11 +172,12 @@ class TokenDropout:
     @torch.no_grad()
     def _draw(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
         scores: dict[Score, Tensor] = {}
-        weight = RATES[self.rule.rate](self, tokens, scores)
+        weight = RATES[self.rule.rate](self, layer, tokens, scores)
         self._attention = None
-        probability = drop_probability(weight, tokens.target, self.rule.p_min, self.rule.p_max)
+        low, high = self.rule.p_min, self.rule.p_max
+        probability = self.strength * drop_probability(weight, tokens.target, low, high)
         if self.rule.rate == "block":
-            chosen = in_runs(self.rule.p_max, tokens.target, BLOCK)
+            chosen = in_runs(self.strength * high, tokens.target, BLOCK)
         else:
             chosen = torch.rand_like(probability) < probability
         self.counts.append((chosen.sum(), tokens.target.sum()))
@@ -202,9 +208,9 @@ class TokenDropout:
         if self.detach:
             states = states.detach()
         if self.rows is not None:
-            place = self.rows - tokens.first
-            inside = (place >= 0) & (place < len(states))
-            place = place.clamp(0, len(states) - 1)
+            assert tokens.numbers is not None
+            match = self.rows[:, None] == tokens.numbers
+            inside, place = match.any(1), match.int().argmax(1)
             states = states[place] * inside[:, None, None].to(states.dtype)
             real = real[place] & inside[:, None]
         if layer in self.kept:
@@ -213,34 +219,42 @@ class TokenDropout:
 
 
 # What stands for the importance in p: 1 drops with p_min, 0 with p_max.
-# (dropout, tokens, scores to fill where there are any) -> value [N, L]
+# (dropout, layer, tokens, scores to fill where there are any) -> value [N, L]
 
 
-def by_importance(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+def by_importance(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
     for name in dropout.rule.scores:
         scores[name] = dropout._score(name, tokens)
     return importance(list(scores.values()), tokens, sum_to_one=dropout.rule.sum_to_one)
 
 
-def uniform(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+def uniform(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
     return torch.zeros(tokens.real.shape, device=tokens.real.device)
 
 
-def by_density(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+def by_density(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
     return group_value(tokens)
 
 
-def by_standout(dropout: TokenDropout, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+def by_standout(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
     assert dropout.standout is not None, "StandOut needs its learned gates"
     return dropout.standout.value(dropout.modality, tokens)
 
 
-RATES: dict[Rate, Callable[[TokenDropout, Tokens, dict[Score, Tensor]], Tensor]] = {
+def by_attribution(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
+    candidates = dropout.candidates.get((layer, tokens.first))
+    if candidates is None:  # after the last layer there is no attention to lean on
+        return torch.ones(tokens.real.shape, device=tokens.real.device)
+    return (~candidates).float()
+
+
+RATES: dict[Rate, Callable[[TokenDropout, int, Tokens, dict[Score, Tensor]], Tensor]] = {
     "importance": by_importance,
     "uniform": uniform,
     "block": uniform,
     "group": by_density,
     "standout": by_standout,
+    "attribution": by_attribution,
 }
 
 

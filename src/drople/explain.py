@@ -24,7 +24,7 @@ from drople.dropout import TokenDropout
 from drople.errors import DropleError, unknown
 from drople.importance import Modality
 from drople.learner import PromptLearner
-from drople.methods.base import Method, PromptMethod
+from drople.methods.base import Method, TowerMethod
 from drople.pictures import (
     COLUMNS,
     FORMATS,
@@ -52,6 +52,7 @@ RATES = {
     "block": "block dropout",
     "group": "group dropout",
     "standout": "StandOut",
+    "attribution": "AD-DROP",
 }
 
 
@@ -124,7 +125,7 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
     by no score have the probability alone; runs without dropout have nothing.
     """
     dropout = _watching(learner.method_, "vision")
-    if dropout is None or not isinstance(learner.method_, PromptMethod):
+    if dropout is None or not isinstance(learner.method_, TowerMethod):
         return {}
     side = learner.backbone_.patch_grid
     with torch.random.fork_rng():
@@ -140,7 +141,7 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
 def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
     """The tokens of a class's sentence, each with its importance at every dropout layer of the text tower."""
     method, dropout = learner.method_, _watching(learner.method_, "text")
-    if dropout is None or not isinstance(method, PromptMethod) or not _has_importance(dropout):
+    if dropout is None or not isinstance(method, TowerMethod) or not _has_importance(dropout):
         return ()
     sentences = method.sentences([words])
     with torch.random.fork_rng():
@@ -158,7 +159,7 @@ def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
 def _watching(method: Method, modality: Modality) -> TokenDropout | None:
     """The run's own token dropout, recording, and leaving every token as it is: noise of strength 0."""
     regulariser: Regulariser | None = getattr(method, "regulariser", None)
-    if regulariser is None or not regulariser.layers[modality]:
+    if regulariser is None or not regulariser.layers[modality] or regulariser.options.rate == "attribution":
         return None
     dropout = regulariser.dropout(modality, record=True)
     rule = replace(dropout.rule, operation="noise", noise=0.0)
@@ -420,8 +421,11 @@ def _notes(method: Method) -> Iterator[str]:
     if rate in ("uniform", "block"):
         yield f"In this run every token drops with probability {high:.0%}: there is no importance to show."
         return
+    if rate == "attribution":
+        yield "In this run the gradient of a training step said which tokens drop: there is no importance to show."
+        return
     yield "Maps are those of a pass in which nothing drops, as at prediction."
-    prompts = method.visual_prompts() if isinstance(method, PromptMethod) and method.visual_prompts else None
+    prompts = method.visual_prompts() if isinstance(method, TowerMethod) and method.visual_prompts else None
     if prompts is not None and regulariser.layers["vision"]:
         count = prompts.shape[1]
         yield f"The {count} visual prompts of a layer have an importance too, but no place in the image."

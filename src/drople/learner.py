@@ -24,7 +24,7 @@ from drople.data.images import BadImage, ImageSource, decode, decode_batches, no
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
-from drople.methods.base import PromptMethod, TrainingData, frozen_classes
+from drople.methods.base import TowerMethod, TrainingData, frozen_classes
 from drople.options import build, check_range, names
 from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
@@ -119,7 +119,7 @@ class PromptLearner:
         elif resume:
             raise DropleError("resume needs out: the run folder to go on with.")
         self._set_up(config, method_options)
-        if isinstance(self.method_, PromptMethod):
+        if isinstance(self.method_, TowerMethod):
             # A class name too long to stand among the prompts is refused here, not at the first step.
             self.method_.sentences(self.words_)
         if folder is not None and resume and (folder / METRICS).exists():
@@ -430,11 +430,15 @@ class PromptLearner:
         bad: list[BadImage] = []
         with self.progress.task(what, len(sources)) as update:
             for results, indices, failures in self._encode(sources, views, update):
-                parts += [[r.float().cpu() for r in results]] if indices else []
+                if parts:
+                    # Fetched while the device is busy with the next batch.
+                    parts[-1] = [r.cpu() for r in parts[-1]]
+                parts += [[r.float() for r in results]] if indices else []
                 good += indices
                 bad += failures
         if not parts:
             return [torch.empty(0, 0) for _ in views], good, bad
+        parts[-1] = [r.cpu() for r in parts[-1]]
         return [torch.cat(column) for column in zip(*parts, strict=True)], good, bad
 
     @torch.no_grad()

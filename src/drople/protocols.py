@@ -30,10 +30,12 @@ from drople.backbone import Backbone
 from drople.data.catalog import find as find_dataset
 from drople.data.catalog import is_known
 from drople.data.dataset import ImageData
+from drople.data.images import remember
 from drople.data.layouts import resolve
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
 from drople.errors import DropleError, unknown
 from drople.learner import PromptLearner, file_name
+from drople.losses import class_log_prior
 from drople.metrics import harmonic_mean
 from drople.progress import Progress, Quiet
 from drople.records import read_json, write_json
@@ -43,6 +45,8 @@ IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r"
 SHOTS: dict[str, Sequence[int | None]] = {"few-shot": (1, 2, 4, 8, 16)}
 # Of what is left when a fifth is held out for validation: with it, CoOp's half, a fifth and three tenths.
 TEST_SHARE = 3 / 8
+# The decoded pictures that a process keeps for the runs to come.
+DECODED_BYTES = 1 << 30
 # PACS has a test split a domain and none called test; its training images are photos.
 PACS_SOURCE = "test_photo"
 
@@ -342,10 +346,10 @@ def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
     zero_shot, good = learner.zero_shot_logits([e.image for e in examples])
     # Training left out what cannot be read, so it has no part in the frequencies either.
     labels = torch.tensor([examples[i].label for i in good])
-    prior = gla.class_log_prior(labels, len(train.classes))
+    prior = class_log_prior(labels, len(train.classes))
     bias = gla.estimate_label_bias(zero_shot, labels, prior)
     method = learner.method_
-    removed = method.trainable > 0 and learner.config_["training"]["loss"] == "logit_adjusted"
+    removed = method.trainable > 0 and learner.config_["training"]["loss"] != "cross_entropy"
     # What was never shown the training images cannot have learned how frequent their classes are.
     unbiased = removed or method.kind == "zero-shot"
     return lambda learned, zero_shot: gla.adjust(learned, zero_shot, None if unbiased else prior, bias)
@@ -361,6 +365,7 @@ def benchmark(
     progress: Progress | None = None,
 ) -> Iterator[tuple[Run, dict[str, Any], bool]]:
     """Go through the runs; yields each with its record and whether it was there already."""
+    remember(DECODED_BYTES)
     for run in runs:
         path, work = out / run.path, out / ".work" / run.key
         if path.exists():

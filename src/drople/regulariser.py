@@ -5,13 +5,14 @@ It is handed a backbone, features and sequences; who holds the prompts it does n
 the table "paper against released code" is an option here or of the prompts; help texts name the source.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from drople.attribution import FirstPass
 from drople.backbone import Backbone
 from drople.dropout import Draw, DropRule, Operation, Rate, TokenDropout
 from drople.errors import DropleError
@@ -29,6 +30,7 @@ from drople.residual_entropy import (
 from drople.unimodal import Standout
 
 Residual = Literal["linear", "nonlinear"]
+RangeSchedule = Literal["constant", "rising", "falling"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class DropleOptions:
     )
     p_max: float = option(
         0.5, "drop probability of the least important token (paper, released 0.5)", low=0, high=1
+    )
+    range_schedule: RangeSchedule = option(
+        "constant",
+        "both probabilities over training: constant (paper), rising from 0, or falling to 0, so that the last steps "
+        "see what inference sees",
     )
     operation: Operation = option(
         "hide",
@@ -58,7 +65,8 @@ class DropleOptions:
     rate: Rate = option(
         "importance",
         "importance (paper); its ablations: uniform = vanilla dropout with p_max, block = that in runs of 3, "
-        "group = by density, standout = learned",
+        "group = by density, standout = learned, attribution = AD-DROP (p_max for the tokens that the prediction leans "
+        "on, in every other epoch)",
     )
     scores: tuple[Score, ...] = option(
         ("class", "self", "cross"), "scores averaged into the importance (paper: all)"
@@ -107,6 +115,10 @@ class DropleOptions:
             raise DropleError(f"p_min {self.p_min} is larger than p_max {self.p_max}: swap them.")
         if self.operation == "zero_scaled" and self.p_max >= 1:
             raise DropleError("zero_scaled divides by 1 - p: p_max must be below 1.")
+        if self.rate == "attribution" and self.operation == "remove":
+            raise DropleError(
+                "rate=attribution is of tokens in their places, and remove moves them: use hide."
+            )
         if not self.scores:
             raise DropleError("scores is empty: give at least one of class, self, cross, or rate=uniform.")
 
@@ -159,6 +171,7 @@ class Regulariser(nn.Module):
     """The regulariser: learnable bridge tokens, dropout for a pass, and its loss terms."""
 
     lam: Tensor
+    strength: Tensor
 
     def __init__(self, backbone: Backbone, options: DropleOptions) -> None:
         super().__init__()
@@ -173,8 +186,9 @@ class Regulariser(nn.Module):
         for modality, (wanted, there) in asked.items():
             self.layers[modality], note = capped(wanted, there, f"{modality} dropout")
             self.notes += [note] if note else []
-        # A tensor, so that a step captured as a CUDA graph sees it change.
+        # Tensors, so that a step captured as a CUDA graph sees them change.
         self.register_buffer("lam", torch.zeros(()), persistent=False)
+        self.register_buffer("strength", torch.ones(()), persistent=False)
         self.bridge: Bridge | None = None
         if "cross" in options.scores and options.rate == "importance":
             self.bridge = Bridge(
@@ -197,7 +211,8 @@ class Regulariser(nn.Module):
         o = self.options
         rule = DropRule(
             layers=self.layers[modality],
-            p_min=o.p_min,
+            # AD-DROP drops no token that is no candidate.
+            p_min=0.0 if o.rate == "attribution" else o.p_min,
             p_max=o.p_max,
             operation=o.operation,
             draw=o.draw,
@@ -211,20 +226,38 @@ class Regulariser(nn.Module):
             modality,
             self.bridge,
             self.standout,
+            strength=self.strength,
             rows=rows,
             detach=o.alignment_detached,
             keep_states=self.bridge is not None and o.alignment > 0,
             record=record,
         )
 
+    def attribute(
+        self,
+        vision: TokenDropout,
+        text: TokenDropout,
+        logits: Callable[[FirstPass, FirstPass], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Where AD-DROP is asked for, its first pass: `logits` gives that of each image and each sentence."""
+        if self.options.rate != "attribution":
+            return
+        both = FirstPass(vision.rule.layers), FirstPass(text.rule.layers)
+        for dropout, first, own in zip((vision, text), both, logits(*both), strict=True):
+            dropout.candidates = first.candidates(own)
+
     def advance(self, progress: Progress) -> None:
-        """Move lambda along its schedule."""
+        """Move lambda and the drop range along their schedules."""
         done = (
             progress.done
             if self.options.lambda_by == "iteration"
             else progress.epoch / max(1, progress.epochs)
         )
         self.lam.fill_(lambda_schedule(self.options.lambda0, done))
+        levels = {"constant": 1.0, "rising": progress.done, "falling": 1 - progress.done}
+        # AD-DROP's cross-tuning: the first epoch and every other one without dropout.
+        crossing = progress.epoch % 2 if self.options.rate == "attribution" else 1
+        self.strength.fill_(crossing * levels[self.options.range_schedule])
 
     @property
     def fixed_shapes(self) -> bool:

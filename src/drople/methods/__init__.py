@@ -8,7 +8,7 @@ from typing import Any
 from drople.backbone import Backbone
 from drople.errors import DropleError, unknown
 from drople.methods.adapter import FeatureAdapter
-from drople.methods.base import REGISTRY, Batch, Method, PromptMethod, Task
+from drople.methods.base import REGISTRY, Batch, Method, Task, TowerMethod
 from drople.options import build, names
 from drople.regulariser import DropleOptions, Progress, Regulariser
 
@@ -22,7 +22,7 @@ __all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "o
 
 def wraps(kind: type[Method]) -> bool:
     """Whether DroPLe can be put around a method, or under it."""
-    own = issubclass(kind, PromptMethod) and not getattr(kind, "wrapped", False)
+    own = issubclass(kind, TowerMethod) and not getattr(kind, "wrapped", False)
     return own or getattr(kind, "takes_prompts", False)
 
 
@@ -37,8 +37,8 @@ def find(name: str) -> tuple[type[Method], bool]:
         raise DropleError(f"{plain} already drops tokens: give {plain}, without {WRAP}.")
     if name != plain and not wraps(kind):
         raise DropleError(
-            f"{plain} has no tokens to drop: DroPLe wraps prompt learners only, and adapters that can stand on "
-            "prompts."
+            f"{plain} has no tokens to drop: DroPLe wraps what learns inside the towers, and adapters that can stand "
+            "on prompts."
         )
     return kind, name != plain or wrapped
 
@@ -47,7 +47,7 @@ def option_groups(name: str) -> dict[str, type]:
     """The options of a method by whose they are: its own, those of the prompts it stands on, DroPLe's."""
     kind, wrapped = find(name)
     groups = {"method": kind.Options}
-    if wrapped and not issubclass(kind, PromptMethod):
+    if wrapped and not issubclass(kind, TowerMethod):
         groups["prompts"] = _prompts().Options
     return groups | ({"drople": DropleOptions} if wrapped else {})
 
@@ -73,7 +73,7 @@ def make(name: str, backbone: Backbone, task: Task, options: Mapping[str, Any]) 
         prompts = method
         if isinstance(method, FeatureAdapter):
             prompts = _prompts()(backbone, task, built["prompts"])
-        assert isinstance(prompts, PromptMethod)
+        assert isinstance(prompts, TowerMethod)
         prompts.wrap(Regulariser(backbone, built["drople"]))
         if isinstance(method, FeatureAdapter):
             method.stand_on(prompts)

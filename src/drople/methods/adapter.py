@@ -23,7 +23,7 @@ from drople.cache_model import CacheModel
 from drople.data.augment import random_resized_crop_flip
 from drople.data.images import normalise
 from drople.losses import cross_entropy
-from drople.methods.base import Batch, Method, PromptMethod, Task, TrainingData, frozen_classes
+from drople.methods.base import Batch, Method, Task, TowerMethod, TrainingData, frozen_classes
 from drople.options import option
 from drople.regulariser import Progress
 
@@ -39,9 +39,9 @@ class FeatureAdapter(Method):
 
     def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:
         super().__init__(backbone, task, options)
-        self.prompts: PromptMethod | None = None
+        self.prompts: TowerMethod | None = None
 
-    def stand_on(self, prompts: PromptMethod) -> None:
+    def stand_on(self, prompts: TowerMethod) -> None:
         """Take the features of these prompts, and train them."""
         # A class name too long to stand among the prompts is refused here, not at the first step.
         prompts.sentences(self.task.words)

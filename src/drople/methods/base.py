@@ -1,14 +1,14 @@
 """What a method is, and the registry it enters by standing in this folder.
 
 A method holds what is learned, turns a batch into named losses, and class names and images into
-features. `PromptMethod` is the common case: prompts in the towers, cross-entropy, and DroPLe around
-it if asked.
+features. `TowerMethod` learns something inside the towers by cross-entropy, with DroPLe around it if asked;
+`PromptMethod` is its common case.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from drople.backbone import Backbone
 from drople.backbone.clip import LayerWeights
+from drople.backbone.walk import Adapt
 from drople.losses import cross_entropy
 from drople.regulariser import Branches, Progress, Regulariser
+from drople.sharding import shared_out
 
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -149,33 +151,48 @@ class Method(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters())
 
 
-class PromptMethod(Method):
-    """Prompts in one or both towers, trained by cross-entropy.
+class TowerMethod(Method):
+    """Something learned inside the towers (prompts, weights, adapters), trained by cross-entropy.
 
-    A subclass sets `text_prompts` and/or `visual_prompts` (modules returning [depth, M, D]) and may
-    add losses. With a `regulariser` its tokens drop and DroPLe's terms join.
+    A subclass says what it puts there and may add losses. With a `regulariser` tokens drop and DroPLe's
+    terms join.
     """
+
+    # Whether processes may share the classes out: not where a step looks at gradients of its own batch.
+    shardable: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:
         super().__init__(backbone, task, options)
         self.regulariser: Regulariser | None = None
         self.visual_prompts: nn.Module | None = None
+        self.shard_classes = False  # set by training where processes share the text encoding out
 
-    def text_states(self) -> Tensor:
+    def text_states(self) -> Tensor | None:
         """The text prompts of every layer [depth, M, D]."""
-        raise NotImplementedError
+        return None
 
     def sentences(self, words: Sequence[str]) -> Any:
-        """Where this method's prompts stand around the class words."""
-        raise NotImplementedError
+        """The classes as the text tower reads them, with places for prompts where there are any."""
+        return self.backbone.sentences([self.task.templates[0].format(word) for word in words])
+
+    def vision_weights(self) -> LayerWeights | None:
+        """What stands in for frozen weights of the image tower."""
+        return None
+
+    def text_weights(self) -> LayerWeights | None:
+        return None
+
+    def adapt_vision(self) -> Adapt | None:
+        """What is added to the layers of the image tower."""
+        return None
+
+    def adapt_text(self) -> Adapt | None:
+        return None
 
     @cached_property
     def _sentences(self) -> Any:
         """Those of the classes trained on, laid out once."""
         return self.sentences(self.task.words)
-
-    def vision_weights(self) -> LayerWeights | None:
-        return None
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         return {}
@@ -203,9 +220,11 @@ class PromptMethod(Method):
         if self.regulariser is not None:
             vision = self.regulariser.dropout("vision")
             text = self.regulariser.dropout("text", rows=batch.labels)
+            self.regulariser.attribute(vision, text, partial(self._best_logits, batch.images))
             dropouts = vision, text
         images = self._encode_images(batch.images, vision)
-        classes = self._encode_text(self._sentences, text)
+        encode = partial(self._encode_text, dropout=text)
+        classes = shared_out(encode, self._sentences, text) if self.shard_classes else encode(self._sentences)
         return Branches(
             images=images,
             classes=classes,
@@ -215,6 +234,13 @@ class PromptMethod(Method):
             frozen_logits=self.similarity(batch.frozen, self.frozen_classes),
             dropouts=dropouts,
         )
+
+    def _best_logits(self, images: Tensor, vision: Any, text: Any) -> tuple[Tensor, Tensor]:
+        """The logit of each image's best class and of each class's best image."""
+        logits = self.similarity(
+            self._encode_images(images, vision), self._encode_text(self._sentences, text)
+        )
+        return logits.amax(1), logits.amax(0)
 
     def branch_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels, self.log_prior)}
@@ -228,7 +254,11 @@ class PromptMethod(Method):
     def _encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
         prompts = None if self.visual_prompts is None else self.visual_prompts()
         return self.backbone.encode_images(
-            images, prompts=prompts, dropout=dropout, weights=self.vision_weights()
+            images,
+            prompts=prompts,
+            dropout=dropout,
+            weights=self.vision_weights(),
+            adapt=self.adapt_vision(),
         )
 
     def _encode_text(self, sentences: Any, dropout: Any = None) -> Tensor:
@@ -237,6 +267,8 @@ class PromptMethod(Method):
             prompts=self.text_states(),
             dropout=dropout,
             class_words_drop=self.regulariser is None or self.regulariser.options.class_words_drop,
+            weights=self.text_weights(),
+            adapt=self.adapt_text(),
         )
 
     def class_features(self, words: Sequence[str]) -> Tensor:
@@ -244,6 +276,19 @@ class PromptMethod(Method):
 
     def image_features(self, images: Tensor) -> Tensor:
         return self._encode_images(images)
+
+
+class PromptMethod(TowerMethod):
+    """Prompts in one or both towers: a subclass sets `visual_prompts` (a module returning [depth, M, D]), or
+    not, and gives the text prompts and where they stand."""
+
+    @abstractmethod
+    def text_states(self) -> Tensor:
+        """The text prompts of every layer [depth, M, D]."""
+
+    @abstractmethod
+    def sentences(self, words: Sequence[str]) -> Any:
+        """Where this method's prompts stand around the class words."""
 
 
 REGISTRY: dict[str, type[Method]] = {}

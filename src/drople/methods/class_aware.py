@@ -57,7 +57,7 @@ class Entering:
             tokens = self.dropout.drop(layer, tokens)
         if layer + 1 != self.layer:
             return tokens
-        return tokens.enter(self.prompts[tokens.first : tokens.first + len(tokens.states)])
+        return tokens.enter(self.prompts[tokens.numbers])
 
 
 class TextualKnowledge(nn.Module):

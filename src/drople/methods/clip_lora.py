@@ -14,16 +14,13 @@ Checked against a slow reference in tests/test_adapters.py.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from drople.backbone import Backbone, Sentences
+from drople.backbone import Backbone
+from drople.backbone.clip import LayerWeights
 from drople.lora import LoRA
-from drople.losses import cross_entropy
-from drople.methods.base import Batch, Method, Presets, Task, register
+from drople.methods.base import Presets, Task, TowerMethod, register
 from drople.options import option
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -39,7 +36,7 @@ class ClipLoraOptions:
 
 
 @register
-class ClipLora(Method):
+class ClipLora(TowerMethod):
     name = "clip-lora"
     title = "CLIP-LoRA"
     kind = "adapter"
@@ -63,23 +60,9 @@ class ClipLora(Method):
             )
             for tower in towers
         )
-        self._sentences = self._in_template(task.words)
 
-    def _in_template(self, words: Sequence[str]) -> Sentences:
-        return self.backbone.sentences([self.task.templates[0].format(word) for word in words])
+    def vision_weights(self) -> LayerWeights:
+        return self.vision()
 
-    @property
-    def fixed_shapes(self) -> bool:
-        return self.backbone.fits_at_once(self._sentences)
-
-    def training_step(self, batch: Batch) -> dict[str, Tensor]:
-        classes = self.backbone.encode_text(self._sentences, weights=self.text())
-        logits = self.similarity(self.image_features(batch.images), classes)
-        self.monitor["accuracy"] = (logits.detach().argmax(1) == batch.labels).float().mean()
-        return {"cross_entropy": cross_entropy(logits, batch.labels, self.log_prior)}
-
-    def class_features(self, words: Sequence[str]) -> Tensor:
-        return self.backbone.encode_text(self._in_template(words), weights=self.text())
-
-    def image_features(self, images: Tensor) -> Tensor:
-        return self.backbone.encode_images(images, weights=self.vision())
+    def text_weights(self) -> LayerWeights:
+        return self.text()

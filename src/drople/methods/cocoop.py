@@ -19,6 +19,7 @@ image and one class at a time (tests/test_prompt_methods.py): logits differ by a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,7 @@ class CoCoOp(ContextMethod):
             first = torch.arange(len(batch.labels), device=batch.labels.device) * len(self._sentences)
             vision = self.regulariser.dropout("vision")
             text = self.regulariser.dropout("text", rows=first + batch.labels)
+            self.regulariser.attribute(vision, text, partial(self._best_logits, batch.images))
         images = self._encode_images(batch.images, vision)
         classes = self.conditional_classes(images, self._sentences, text)
         logits = self.conditional_similarity(images, classes)
@@ -104,6 +106,13 @@ class CoCoOp(ContextMethod):
             self.monitor = self.regulariser.monitor(vision, text)
         self.monitor["accuracy"] = (logits.detach().argmax(1) == batch.labels).float().mean()
         return losses
+
+    def _best_logits(self, images: Tensor, vision: Any, text: Any) -> tuple[Tensor, Tensor]:
+        """The logit of each image's best class; a sentence is for one image, and has no other."""
+        features = self._encode_images(images, vision)
+        classes = self.conditional_classes(features, self._sentences, text)
+        logits = self.conditional_similarity(features, classes)
+        return logits.amax(1), logits
 
     @torch.no_grad()
     def class_weights(self, words: Sequence[str]) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drople.backbone import Backbone, Sentences
-from drople.losses import cross_entropy
-from drople.methods.base import Batch, Method, Presets, Task, register
+from drople.backbone import Backbone
+from drople.backbone.walk import Adapt
+from drople.methods.base import Presets, Task, TowerMethod, register
 from drople.options import option
 
 
@@ -57,7 +57,7 @@ class TowerAdapter(nn.Module):
 
 
 @register
-class Mma(Method):
+class Mma(TowerMethod):
     name = "mma"
     title = "Multi-Modal Adapter"
     kind = "adapter"
@@ -90,23 +90,9 @@ class Mma(Method):
             if isinstance(module, nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
                 nn.init.zeros_(module.bias)
-        self._sentences = self._in_template(task.words)
 
-    def _in_template(self, words: Sequence[str]) -> Sentences:
-        return self.backbone.sentences([self.task.templates[0].format(word) for word in words])
+    def adapt_vision(self) -> Adapt:
+        return self.vision
 
-    @property
-    def fixed_shapes(self) -> bool:
-        return self.backbone.fits_at_once(self._sentences)
-
-    def training_step(self, batch: Batch) -> dict[str, Tensor]:
-        classes = self.backbone.encode_text(self._sentences, adapt=self.text)
-        logits = self.similarity(self.image_features(batch.images), classes)
-        self.monitor["accuracy"] = (logits.detach().argmax(1) == batch.labels).float().mean()
-        return {"cross_entropy": cross_entropy(logits, batch.labels, self.log_prior)}
-
-    def class_features(self, words: Sequence[str]) -> Tensor:
-        return self.backbone.encode_text(self._in_template(words), adapt=self.text)
-
-    def image_features(self, images: Tensor) -> Tensor:
-        return self.backbone.encode_images(images, adapt=self.vision)
+    def adapt_text(self) -> Adapt:
+        return self.text

@@ -52,6 +52,7 @@ class ProGrad(ContextMethod):
     citation = "Zhu et al., ICCV 2023"
     Options = ProGradOptions
     options: ProGradOptions
+    shardable = False
     presets: ClassVar[Presets] = {
         "authors": {"optimizer": "sgd", "lr": 2e-3, "batch_size": 32, "epochs": 100}
     }

@@ -18,19 +18,17 @@ Authors' defaults: depth 9, length 4, weights 25 / 10 / 1, mu 15 and sigma 1 of 
 as shares of the epochs, 0.75 and 0.05), SGD 2.5e-3, batch 4. Few-shot: 50 epochs, mu 30 sigma 30 or mu 45
 sigma 5, by dataset.
 
-The parameters are those of the present epoch; while not training, prompts are the aggregate of the epochs so
-far, which after the last step is theta*. So nothing has to happen at the end, and a resumed run is exact.
 Checked against slow references in float64 (tests/test_prompt_methods.py): differences of at most 3e-6.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from drople.aggregate import GaussianAggregate
 from drople.backbone import Backbone, Sentences
 from drople.losses import kl_consistency, l1_consistency
 from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_classes, register
@@ -55,45 +53,6 @@ class PromptSRCOptions:
     )
     gpa_mean: float = option(0.75, "mu of the aggregation, as a share of the epochs (PromptSRC 15/20)", low=0)
     gpa_std: float = option(0.05, "sigma of the aggregation, as a share (PromptSRC 1/20)", low=1e-3)
-
-
-def last_share(epoch: int, epochs: int, mean: float, std: float) -> float:
-    """`w_e / (w_1 + ... + w_e)` at e = epoch + 1: this epoch's part in the aggregate of the epochs so far."""
-    # As differences of exponents: far from the mean the densities themselves are too small for a float.
-    at = [-0.5 * ((e / epochs - mean) / std) ** 2 for e in range(1, epoch + 2)]
-    return 1 / sum(math.exp(a - at[-1]) if a - at[-1] < 700 else math.inf for a in at)
-
-
-class GaussianAggregate(nn.Module):
-    """Prompts that are the aggregate of all epochs' prompts whenever they are not being trained."""
-
-    average: Tensor
-    share: Tensor
-    epoch: Tensor
-
-    def __init__(self, prompts: nn.Module, mean: float, std: float) -> None:
-        super().__init__()
-        self.prompts, self.mean, self.std = prompts, mean, std
-        self.now = 0  # `epoch`, where the host can read it without waiting for the device
-        self.register_buffer("average", prompts().detach().clone())  # of the epochs that are over
-        self.register_buffer("share", torch.ones(()))  # of the present epoch, in the aggregate with it
-        self.register_buffer("epoch", torch.zeros((), dtype=torch.long))
-
-    @torch.no_grad()
-    def advance(self, epoch: int, epochs: int) -> None:
-        """At a new epoch the last one's prompts enter the average."""
-        if epoch == self.now:
-            return
-        self.average.copy_(self.aggregate())
-        self.share.fill_(last_share(epoch, epochs, self.mean, self.std))
-        self.epoch.fill_(epoch)
-        self.now = epoch
-
-    def aggregate(self) -> Tensor:
-        return self.average.lerp(self.prompts(), self.share)
-
-    def forward(self) -> Tensor:
-        return self.prompts() if self.training else self.aggregate()
 
 
 @register
@@ -141,11 +100,6 @@ class PromptSRC(PromptMethod):
         super().advance(progress)
         for prompts in (self.text_prompts, self.visual_prompts):
             prompts.advance(progress.epoch, progress.epochs)
-
-    def load_learned(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_learned(tensors)
-        for prompts in (self.text_prompts, self.visual_prompts):
-            prompts.now = int(prompts.epoch)
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         o, frozen, frozen_logits = self.options, branches.frozen_images, branches.frozen_logits
