@@ -327,7 +327,11 @@ TRAINING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainingOptions)])
+# Sharding makes a difference with several processes only: tests/test_processes.py.
+ALONE = [f.name for f in dataclasses.fields(TrainingOptions) if f.name != "shard_classes"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_a_training_option_makes_a_difference(name: str, data: Path) -> None:
     usual = {"epochs": 2, "batch_size": 4, "optimizer": "adamw", "lr": 0.01}
     learned = []

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,19 +145,6 @@ def _in_order(features: Tensor, sentences: Sentences) -> Tensor:
     return features if len(sentences.groups) == 1 else features[sentences.places]
 
 
-def fold_quick_gelu(model: Any) -> None:
-    """`x sigmoid(1.702 x)` = silu(1.702 x) / 1.702: with both factors in the frozen weights around it, the
-    activation is one kernel that keeps one tensor for the gradient, instead of three that keep two."""
-    for layer in [*model.vision_model.encoder.layers, *model.text_model.encoder.layers]:
-        mlp = layer.mlp
-        if isinstance(mlp.activation_fn, QuickGELUActivation):
-            with torch.no_grad():
-                mlp.fc1.weight.mul_(1.702)
-                mlp.fc1.bias.mul_(1.702)
-                mlp.fc2.weight.div_(1.702)
-            mlp.activation_fn = nn.SiLU()
-
-
 class Backbone:
     """The frozen towers of a CLIP checkpoint."""
 
@@ -168,7 +154,7 @@ class Backbone:
         self.pixels = source.pixels
         self.model = source.model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
-        fold_quick_gelu(self.model)
+        self._fold()
         config = self.model.config
         self.embed_dim: int = config.projection_dim
         self.text_width: int = config.text_config.hidden_size
@@ -179,6 +165,17 @@ class Backbone:
         self.patch_grid: int = config.vision_config.image_size // config.vision_config.patch_size
         self.logit_scale: float = float(self.model.logit_scale.exp())
         self.activation_bytes = 1 << 29
+
+    def _fold(self) -> None:
+        """`x sigmoid(1.702 x)` = silu(1.702 x) / 1.702: with both factors in the frozen weights around it, the
+        activation is one kernel that keeps one tensor for the gradient, instead of three that keep two."""
+        for tower in (self.model.vision_model, self.model.text_model):
+            for mlp in (layer.mlp for layer in tower.encoder.layers):
+                if isinstance(mlp.activation_fn, QuickGELUActivation):
+                    mlp.fc1.weight.mul_(1.702)
+                    mlp.fc1.bias.mul_(1.702)
+                    mlp.fc2.weight.div_(1.702)
+                    mlp.activation_fn = nn.SiLU()
 
     @classmethod
     def load(cls, name: str | Path) -> "Backbone":

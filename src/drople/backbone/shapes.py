@@ -69,6 +69,9 @@ def shape_backbone(name: str, *, hollow: bool = False) -> Backbone:
 class HollowBackbone(Backbone):
     """Gives zeros for features, at once."""
 
+    def _fold(self) -> None:
+        """There are no weights to fold anything into."""
+
     def encode_text(self, sentences: Sentences, **_: Any) -> Tensor:
         return torch.zeros(len(sentences), self.embed_dim)
 
