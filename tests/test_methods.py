@@ -17,8 +17,8 @@ from drople.errors import DropleError
 from drople.learner import PromptLearner
 from drople.methods import REGISTRY, Batch, Method, Progress, Task, find, make, option_names
 from drople.methods.base import TowerMethod, TrainingData
-from drople.methods.drople import DeepPromptOptions
-from drople.regulariser import RELEASED, DropleOptions
+from drople.methods.drople import DeepPromptOptions, PulledOptions
+from drople.regulariser import RELEASED
 from drople.training import TrainingOptions
 
 WORDS = ("red", "green", "blue")
@@ -220,7 +220,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     # DeepPromptOptions
     "text_depth": (1,),
     "text_length": (2, 0),
-    "supplementary": (3, 0),
+    "supplementary": (3,),
     "init": ("a sketch of", ""),
     "visual_depth": (1,),
     "visual_length": (2,),
@@ -257,7 +257,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "l1_text": (2.0,),
     "l1_image": (2.0,),
     "kl": (2.0,),
-    "l2": (2.0,),
+    "l2": (2.0, 0.0),
     "cosine": (2.0,),
 }
 # An option that shows only together with another.
@@ -269,12 +269,13 @@ WITH: dict[str, dict[str, Any]] = {
     "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},
     "gpa_mean": {"gpa_std": 0.3},
+    "text_length": {"supplementary": 2},
 }
 CASES = [(name, value) for name, values in OTHER.items() for value in values]
 
 
 def test_every_option_is_exercised() -> None:
-    fields = {f.name: f.default for k in (DeepPromptOptions, DropleOptions) for f in dataclasses.fields(k)}
+    fields = {f.name: f.default for k in (DeepPromptOptions, PulledOptions) for f in dataclasses.fields(k)}
     assert set(OTHER) == set(fields), "name the new option in OTHER"
     assert all(v != fields[name] for name, values in OTHER.items() for v in values)
 
@@ -354,7 +355,7 @@ def test_a_training_option_makes_a_difference(name: str, data: Path) -> None:
         ({"scores": ()}, "at least one"),
         ({"scores": ("clas",)}, "class"),
         ({"bridge_tokens": 0}, "at least 1"),
-        ({"text_length": 0, "supplementary": 0}, "at least one token"),
+        ({"text_length": 0}, "at least one token"),
         ({"visual_length": 0}, "at least 1"),
         ({"lambda_by": "itertion"}, "iteration"),
         ({"supplementary": 100}, "77 positions"),

@@ -257,8 +257,8 @@ def _training_step(
     if not method.trainable and not hasattr(method, "cache"):
         return (lambda: None), (lambda: None)
     training = Training(method, data, TrainingOptions(batch_size=batch), seed=0, precision="auto")
-    indices = torch.arange(batch)
-    return (lambda: training._step(indices)), (lambda: training._gradients(indices.to(device)))
+    indices = torch.arange(batch, device=device)
+    return (lambda: training._step(indices)), (lambda: training._gradients(indices))
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: "torch.device") -> float:

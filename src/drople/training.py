@@ -193,6 +193,8 @@ class Training:
     def _epoch(self) -> Iterator[Tensor]:
         """The batches that are left of this epoch."""
         order = epoch_order(len(self.data.labels), self.seed, self.step // self.per_epoch)
+        # At once: copying them batch by batch would make the host wait for each step.
+        order = order.to(self.data.labels.device)
         return iter(order.split(self.options.batch_size)[self.step % self.per_epoch :])
 
     def _step(self, indices: Tensor) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class Training:
         mine = indices[self.rank :: self.world]
         # A process without a sample takes part with weight 0, so that gradients can meet.
         share = len(mine) * self.world / len(indices)
-        mine = (mine if len(mine) else indices[:1]).to(self.data.labels.device)
+        mine = mine if len(mine) else indices[:1]
         self.method.advance(Progress(self.step, self.steps, self.step // self.per_epoch, self.options.epochs))
         factor = rate(self.step, self.steps, self.options.warmup)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
