@@ -75,9 +75,6 @@ class NaiveDroPLe:
         z_v_r, z_t_r = (z_v_d - lam * z_v_o) / (1 - lam), (z_t_d - lam * z_t_o) / (1 - lam)
         loss = loss - o.residual_entropy_visual * entropy(logits(z_v_r, z_t_o))
         loss = loss - o.residual_entropy_text * entropy(logits(z_v_o, z_t_r))
-        for learned, frozen in ((z_v_d, z_v_o), (z_t_d, z_t_o)):
-            difference = F.normalize(learned, dim=-1) - F.normalize(frozen, dim=-1)
-            loss = loss + o.l2 * difference.square().sum(-1).mean()
         layers = [self.alignment(v, t, labels) for v, t in zip(seen, said, strict=False)]
         return loss + o.alignment * torch.stack(layers).mean()
 

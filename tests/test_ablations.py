@@ -53,7 +53,7 @@ def losses_of(method: PromptMethod) -> set[str]:
 def test_the_tables_are_those_of_the_paper() -> None:
     sizes = {name: len(rows) for name, rows in ABLATIONS.items()}
     expected = {
-        "components": 9,
+        "components": 8,
         "scores": 3,
         "range": 4,
         "bridge": 4,
@@ -92,7 +92,6 @@ def test_the_settings_are_those_the_paper_prints() -> None:
         ("IWTD, D_cos", "importance", False, {"cosine", "alignment"}),
         ("IWTD, D_KL+L_1", "importance", False, {"kl", "l1_text", "l1_image", "alignment"}),
         ("IWTD, L_RE", "importance", False, {*NO_RESIDUAL_ENTROPY, "alignment"}),
-        ("+IWTD, L_RE", "importance", False, {*NO_RESIDUAL_ENTROPY, "alignment", "l2"}),
     ],
 )
 def test_a_component_has_its_dropout_and_its_losses(
@@ -114,8 +113,8 @@ def test_the_baseline_drops_nothing() -> None:
     "ablation", ["components", "scores", "range", "bridge", "lambda", "residual", "unimodal"]
 )
 def test_one_row_of_each_table_is_the_default(ablation: str) -> None:
-    """The paper colours it, and it has the numbers of the full method; ours keeps the pull as well."""
-    usual = method_of("components", "+IWTD, L_RE").regulariser
+    """The paper colours it, and it has the numbers of the full method."""
+    usual = method_of("components", "IWTD, L_RE").regulariser
     assert usual is not None
     same = 0
     for row in ABLATIONS[ablation]:

@@ -5,7 +5,9 @@ Captured once for a shape of batch, the forward and backward pass is a single la
 device's generator, whose seed is read at every replay: a step that seeds itself stays reproducible.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ class GraphedStep:
                 self.compute(static)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._clear()
             shown = self.compute(static)
         torch.cuda.set_rng_state(state)
@@ -55,3 +57,17 @@ class GraphedStep:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad.zero_()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph of an earlier run that the collector freed in the middle of a capture would break it, and with it
+    every later capture of the process."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -24,7 +24,7 @@ from drople.errors import DropleError
 SAVED_UNITS = 10
 # Classes of like length are encoded together, apart from longer ones, where that saves so many tokens of
 # padding: fewer are not worth a walk of their own.
-WORTH_A_GROUP = 2048
+WORTH_A_GROUP = 4096
 
 LayerWeights = Mapping[int, Mapping[str, Tensor]]
 

@@ -49,7 +49,7 @@ def option_groups(name: str) -> dict[str, type]:
     groups = {"method": kind.Options}
     if wrapped and not issubclass(kind, TowerMethod):
         groups["prompts"] = _prompts().Options
-    return groups | ({"drople": getattr(kind, "DropleOptions", DropleOptions)} if wrapped else {})
+    return groups | ({"drople": DropleOptions} if wrapped else {})
 
 
 def option_names(name: str) -> list[str]:

@@ -5,9 +5,9 @@ Models." AAAI 2026. Published average over 11 datasets, base-to-novel, ViT-B/16:
 
 Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text tokens; while training
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
-L = L_CE + L_RE^v + L_RE^t (preset `paper`). Our default has no supplementary tokens and keeps the pull: chosen
-on images of base classes, see docs/results.md. Dropout and regularisation live in `regulariser.py`, so that
-they wrap other methods too.
+L = L_CE + L_RE^v + L_RE^t. Our default has no supplementary tokens (preset `paper` has): chosen on images of
+base classes, see docs/results.md. Dropout and regularisation live in `regulariser.py`, so that they wrap
+other methods too.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, frozen_classes, register
 from drople.options import option
 from drople.prompts import TextPrompts, VisualPrompts, capped
-from drople.regulariser import RELEASED, DropleOptions, Progress
+from drople.regulariser import RELEASED, Progress
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,6 @@ class DeepPrompts(PromptMethod):
         return groups + ([{"params": low_rank, "lr": lr * self.options.lora_lr}] if low_rank else [])
 
 
-@dataclass(frozen=True)
-class PulledOptions(DropleOptions):
-    """DroPLe's own prompts keep the pull of the paper's baseline, which the study found to help them most."""
-
-    l2: float = option(
-        8.0, "weight of L2 between learned and frozen features (paper, released 0; its baseline)", low=0
-    )
-
-
 @register
 class DroPLe(DeepPrompts):
     name = "drople"
@@ -141,13 +132,11 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
-    DropleOptions: ClassVar[type] = PulledOptions
     presets: ClassVar[Presets] = {
-        "paper": {"supplementary": 16, "l2": 0.0},
+        "paper": {"supplementary": 16},
         "released": {
             **RELEASED,
             "supplementary": 24,
-            "l2": 0.0,
             "lora_rank": 8,
             "lr": 2e-4,
             "weight_decay": 5e-5,
