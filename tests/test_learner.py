@@ -161,14 +161,13 @@ def test_temperature_calibrates_probabilities_and_changes_no_answer(
 ) -> None:
     assert fitted.temperature_ != 1.0
     calibrated = fitted.predict_proba(unseen)
-    logits = np.log(calibrated) * fitted.temperature_
     temperature, fitted.temperature_ = fitted.temperature_, 1.0
     try:
         plain = fitted.predict_proba(unseen)
     finally:
         fitted.temperature_ = temperature
-    expected = torch.tensor(logits).softmax(-1).numpy()
-    np.testing.assert_allclose(plain, expected, atol=1e-4)
+    expected = (torch.tensor(plain).log() / temperature).softmax(-1).numpy()
+    np.testing.assert_allclose(calibrated, expected, atol=1e-4)
     assert (plain.argmax(1) == calibrated.argmax(1)).all()
     assert not np.allclose(plain, calibrated)
 

@@ -80,7 +80,7 @@ def test_depth_is_capped_and_said() -> None:
 
 def test_a_shallow_backbone_gets_as_many_layers_as_it_has() -> None:
     backbone = tiny_backbone(text_layers=2, vision_layers=3)
-    method = DroPLe(backbone, Task(("cat", "dog"), ("a photo of a {}.",)), DeepPromptOptions())
+    method = DroPLe(backbone, Task(("cat", "dog"), ("a photo of a {}.",)), DeepPromptOptions(supplementary=16))
     assert method.text_states().shape == (2, 4 + 16, backbone.text_width)
     assert method.visual_prompts is not None
     assert method.visual_prompts().shape == (3, 4, backbone.vision_width)
@@ -91,7 +91,7 @@ def test_a_shallow_backbone_gets_as_many_layers_as_it_has() -> None:
 
 def test_a_name_that_does_not_fit_beside_the_prompts() -> None:
     backbone = tiny_backbone(positions=24)
-    method = DroPLe(backbone, Task(("cat",), ("{}",)), DeepPromptOptions())
+    method = DroPLe(backbone, Task(("cat",), ("{}",)), DeepPromptOptions(supplementary=16))
     with pytest.raises(DropleError, match=r"cat cat cat.*20 prompt tokens.*24 positions"):
         method.class_features(("dog", "cat cat cat"))
     assert method.class_features(("cat cat",)).shape == (1, backbone.embed_dim)

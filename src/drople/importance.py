@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drople.backbone.tokens import Tokens
+from drople.backbone.tokens import Tokens, earlier, itself, places
 
 Modality = Literal["vision", "text"]
 Score = Literal["class", "self", "cross"]
@@ -20,26 +20,32 @@ Score = Literal["class", "self", "cross"]
 
 def attention_map(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> Tensor:
     """`A_self` [N, H, L, L] as the layer computes it, in float32."""
-    logits = (query * scaling).float() @ key.float().transpose(-2, -1)
+    logits = _products(query * scaling, key)
     if mask is None and causal:
-        length = logits.shape[-1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=logits.device).tril()
+        mask = earlier(logits.shape[-1], logits.device)
     if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
+        logits = logits.masked_fill_(~mask, -torch.inf)
     return logits.softmax(-1)
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Query times key [N, H, L, L] in float32; on a GPU short numbers keep their fast products."""
+    if query.is_cuda and query.dtype != torch.float32:
+        rows, columns = query.flatten(0, 1), key.flatten(0, 1).transpose(-2, -1)
+        return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, query.shape[:2])
+    return query.float() @ key.float().transpose(-2, -1)
 
 
 def class_score(attention: Tensor, tokens: Tokens) -> Tensor:
     """`S_cls(j)`: mean over heads of the attention from cls or eos to token j. [N, L]"""
-    rows = attention[torch.arange(len(attention), device=attention.device), :, tokens.anchor]
+    rows = attention[places(len(attention), attention.device), :, tokens.anchor]
     return rows.mean(1)
 
 
 def self_score(attention: Tensor, tokens: Tokens) -> Tensor:
     """`S_self(j)`: mean over heads of the largest attention from j to a token k, k not j and no global
     token. 0 where there is no such k (bos sees only itself). [N, L]"""
-    own = torch.eye(attention.shape[-1], dtype=torch.bool, device=attention.device)
-    counted = tokens.content[:, None, None, :] & ~own
+    counted = tokens.content[:, None, None, :] & ~itself(attention.shape[-1], attention.device)
     return attention.masked_fill(~counted, 0.0).amax(-1).mean(1)
 
 
@@ -79,11 +85,18 @@ class Bridge(nn.Module):
 
         Each argument holds (states [B, L, D], real [B, L]) a layer.
         """
-        losses = [
-            (1 - F.cosine_similarity(self.pool("vision", *v), self.pool("text", *t), dim=-1)) / 2
-            for v, t in zip(vision, text, strict=False)  # towers may differ in their number of dropout layers
-        ]
-        return torch.stack([loss.mean() for loss in losses]).mean()
+        layers = min(len(vision), len(text))  # towers may differ in their number of dropout layers
+        seen = self.pool("vision", *_one_batch(vision[:layers]))
+        said = self.pool("text", *_one_batch(text[:layers]))
+        return ((1 - F.cosine_similarity(seen, said, dim=-1)) / 2).mean()
+
+
+def _one_batch(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The sequences of all layers as if they were more samples: a handful of kernels instead of as many a layer.
+    Where tokens were removed, layers differ in length."""
+    longest = max(states.shape[1] for states, _ in layers)
+    states = [F.pad(states, (0, 0, 0, longest - states.shape[1])) for states, _ in layers]
+    return torch.cat(states), torch.cat([F.pad(real, (0, longest - real.shape[1])) for _, real in layers])
 
 
 def cross_score(bridge: Bridge, modality: Modality, tokens: Tokens) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.activations import QuickGELUActivation
 
 from drople.backbone.loading import Checkpoint, load_checkpoint
-from drople.backbone.tokens import Tokens
+from drople.backbone.tokens import Tokens, places
 from drople.backbone.walk import ATTENTION, Adapt, LayerDropout, walk
 from drople.errors import DropleError
 
@@ -116,8 +116,7 @@ class Sentences:
         if prompts is not None and self.slots is not None:
             slots = self.slots.to(states.dtype)
             states = torch.where(slots.any(-1, keepdim=True), slots @ prompts[0] + self.position, states)
-        places = torch.arange(self.real.shape[1], device=self.real.device)
-        target = self.real & (places != self.anchor[:, None])
+        target = self.real & (places(self.real.shape[1], self.real.device) != self.anchor[:, None])
         if not class_words_drop:
             target = target & ~self.words
         return Tokens(

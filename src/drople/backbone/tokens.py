@@ -5,9 +5,33 @@ text. Sequences of a batch are padded on the right; padding never counts anywher
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+# The same at every layer of every step: made once for a length, and as normal tensors even if the first to
+# ask is in inference mode.
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def places(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def itself(length: int, device: torch.device) -> Tensor:
+    """[L, L], True where a token meets itself."""
+    return torch.eye(length, dtype=torch.bool, device=device)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def earlier(length: int, device: torch.device) -> Tensor:
+    """[L, L], True where a token of a causal tower may look: at itself and what is before it."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 @dataclass(frozen=True)
@@ -33,8 +57,7 @@ class Tokens:
 
     @property
     def is_anchor(self) -> Tensor:
-        places = torch.arange(self.real.shape[1], device=self.real.device)
-        return places == self.anchor[:, None]
+        return places(self.real.shape[1], self.real.device) == self.anchor[:, None]
 
     def enter(self, prompts: Tensor) -> "Tokens":
         """This layer's prompts [M, D] take their places; what stood there is forgotten.
@@ -80,8 +103,7 @@ class Tokens:
             return None
         keys = self.real if self.hidden is None else self.real & ~self.hidden
         length = keys.shape[1]
-        own = torch.eye(length, dtype=torch.bool, device=keys.device)
-        mask = keys[:, None, :] | own
+        mask = keys[:, None, :] | itself(length, keys.device)
         if causal:
-            mask = mask & torch.ones(length, length, dtype=torch.bool, device=keys.device).tril()
+            mask = mask & earlier(length, keys.device)
         return mask[:, None]

@@ -69,12 +69,12 @@ def serve(
     with running(
         run, data=data, host=host, port=port, device=device, upload_mb=upload_mb, progress=progress
     ) as url:
-        say(f"open {url} in a browser; Ctrl-C ends it")
-        if open_browser:
-            import webbrowser
-
-            webbrowser.open(url)
         try:
+            say(f"open {url} in a browser; Ctrl-C ends it")
+            if open_browser:
+                import webbrowser
+
+                webbrowser.open(url)
             threading.Event().wait()
         except KeyboardInterrupt:
             say("the page is closed; uploads are deleted")
