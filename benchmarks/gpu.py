@@ -72,7 +72,7 @@ class Worker:
         """Seconds a step, peak memory, and for ours the FLOPs that must be done."""
         if self.rival == LIMITED and self.cuda:
             there = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(LIMIT / there, self.device)
+            torch.cuda.set_per_process_memory_fraction(LIMIT / there, torch.cuda.current_device())
         count: Callable[[], int] | None = None
         if self.rival in AUTHORS:
             step = self.authors(classes, batch)

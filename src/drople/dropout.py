@@ -99,7 +99,7 @@ def in_runs(p: float | Tensor, target: Tensor, length: int) -> Tensor:
 
 def drop_probability(normalised_importance: Tensor, target: Tensor, p_min: float, p_max: float) -> Tensor:
     """`p_j = p_max - I (p_max - p_min)` for target tokens, 0 for the others."""
-    return (p_max - normalised_importance * (p_max - p_min)).masked_fill(~target, 0.0)
+    return torch.where(target, p_max - normalised_importance * (p_max - p_min), 0.0)
 
 
 @dataclass
@@ -134,7 +134,7 @@ class TokenDropout:
     record: bool = False
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
-    counts: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # dropped and target tokens a draw
+    drawn: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the chosen and the target tokens
     drawing: frozenset[int] = field(init=False)  # the layers at which tokens drop in this pass
     _attention: Tensor | None = None
 
@@ -180,7 +180,7 @@ class TokenDropout:
             chosen = in_runs(self.strength * high, tokens.target, BLOCK)
         else:
             chosen = torch.rand_like(probability) < probability
-        self.counts.append((chosen.sum(), tokens.target.sum()))
+        self.drawn.append((chosen, tokens.target))
         if self.record:
             self.seen.append(Seen(layer, scores, weight, probability, chosen))
         return chosen, probability
@@ -199,8 +199,8 @@ class TokenDropout:
 
     def drop_rate(self) -> Tensor:
         """The share of target tokens that dropped, over the draws of this pass."""
-        dropped, targets = (torch.stack(list(c)).sum() for c in zip(*self.counts, strict=True))
-        return dropped / targets.clamp_min(1)
+        chosen, targets = (torch.cat([t.flatten() for t in c]).sum() for c in zip(*self.drawn, strict=True))
+        return chosen / targets.clamp_min(1)
 
     def _keep(self, layer: int, tokens: Tokens) -> None:
         """Gather the asked rows; where classes come in chunks each chunk adds the rows it holds."""

@@ -46,7 +46,7 @@ def self_score(attention: Tensor, tokens: Tokens) -> Tensor:
     """`S_self(j)`: mean over heads of the largest attention from j to a token k, k not j and no global
     token. 0 where there is no such k (bos sees only itself). [N, L]"""
     counted = tokens.content[:, None, None, :] & ~itself(attention.shape[-1], attention.device)
-    return attention.masked_fill(~counted, 0.0).amax(-1).mean(1)
+    return torch.where(counted, attention, 0.0).amax(-1).mean(1)
 
 
 class Bridge(nn.Module):
@@ -70,7 +70,7 @@ class Bridge(nn.Module):
         """`A_cross` [N, xi, L]: softmax over tokens of E X' / sqrt(d); padding gets nothing."""
         bridge = self.scale * self.tokens @ self.project[modality].weight
         logits = (bridge.to(states.dtype) @ states.transpose(-2, -1)).float()
-        return logits.masked_fill(~real[:, None], -torch.inf).softmax(-1)
+        return torch.where(real[:, None], logits, -torch.inf).softmax(-1)
 
     def pool(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:
         """What each bridge token gathers of a sequence: A_cross X' [N, xi, d]."""
@@ -94,9 +94,11 @@ class Bridge(nn.Module):
 def _one_batch(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The sequences of all layers as if they were more samples: a handful of kernels instead of as many a layer.
     Where tokens were removed, layers differ in length."""
-    longest = max(states.shape[1] for states, _ in layers)
-    states = [F.pad(states, (0, 0, 0, longest - states.shape[1])) for states, _ in layers]
-    return torch.cat(states), torch.cat([F.pad(real, (0, longest - real.shape[1])) for _, real in layers])
+    lengths = [states.shape[1] for states, _ in layers]
+    if len(set(lengths)) > 1:
+        short = [max(lengths) - length for length in lengths]
+        layers = [(F.pad(s, (0, 0, 0, n)), F.pad(r, (0, n))) for (s, r), n in zip(layers, short, strict=True)]
+    return torch.cat([states for states, _ in layers]), torch.cat([real for _, real in layers])
 
 
 def cross_score(bridge: Bridge, modality: Modality, tokens: Tokens) -> Tensor:
@@ -112,11 +114,10 @@ def importance(scores: Sequence[Tensor], tokens: Tokens, *, sum_to_one: bool) ->
     """
     content = tokens.content
     if sum_to_one:
-        scores = [s / s.masked_fill(~content, 0.0).sum(1, keepdim=True).clamp_min(1e-12) for s in scores]
+        scores = [s / torch.where(content, s, 0.0).sum(1, keepdim=True).clamp_min(1e-12) for s in scores]
     mean = torch.stack(list(scores)).mean(0)
-    low = mean.masked_fill(~content, torch.inf).amin(1, keepdim=True)
-    high = mean.masked_fill(~content, -torch.inf).amax(1, keepdim=True)
+    low = torch.where(content, mean, torch.inf).amin(1, keepdim=True)
+    high = torch.where(content, mean, -torch.inf).amax(1, keepdim=True)
     spread = high - low
-    alike = spread <= 0
-    normalised = torch.where(alike, 0.5, (mean - low) / spread.masked_fill(alike, 1.0))
-    return normalised.masked_fill(~content, 0.0)
+    normalised = torch.where(spread > 0, (mean - low) / spread, 0.5)
+    return torch.where(content, normalised, 0.0)

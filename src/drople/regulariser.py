@@ -305,6 +305,6 @@ class Regulariser(nn.Module):
         """What the log shows besides losses."""
         shown = {"lambda": self.lam.clone()}
         for name, dropout in (("drop_rate_vision", vision), ("drop_rate_text", text)):
-            if dropout.counts:
+            if dropout.drawn:
                 shown[name] = dropout.drop_rate()
         return shown

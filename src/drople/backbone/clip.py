@@ -10,12 +10,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import QuickGELUActivation
 
 from drople.backbone.loading import Checkpoint, load_checkpoint
-from drople.backbone.tokens import Tokens, places
+from drople.backbone.tokens import Tokens, itself, places
 from drople.backbone.walk import ATTENTION, Adapt, LayerDropout, walk
 from drople.errors import DropleError
 
@@ -112,15 +113,22 @@ class Sentences:
 
     def tokens(self, prompts: Tensor | None, class_words_drop: bool) -> Tokens:
         """The sequence that layer 0 sees."""
-        states = self.base
+        states, slots, entered = self.base, None, None
         if prompts is not None and self.slots is not None:
-            slots = self.slots.to(states.dtype)
-            states = torch.where(slots.any(-1, keepdim=True), slots @ prompts[0] + self.position, states)
+            slots, entered = self.slots.to(states.dtype), self.slots.any(-1, keepdim=True)
+            states = torch.where(entered, slots @ prompts[0] + self.position, states)
         target = self.real & (places(self.real.shape[1], self.real.device) != self.anchor[:, None])
         if not class_words_drop:
             target = target & ~self.words
         return Tokens(
-            states, self.anchor, self.real, target, numbers=self.numbers, first=self.first, slots=self.slots
+            states,
+            self.anchor,
+            self.real,
+            target,
+            numbers=self.numbers,
+            first=self.first,
+            slots=slots,
+            entered=entered,
         )
 
 
@@ -328,15 +336,14 @@ class Backbone:
         with torch.no_grad():
             states = tower.embeddings(pixels.to(self.dtype))
         count, frozen = states.shape[:2]
-        slots = None
+        slots = entered = None
         if prompts is not None:
             prompts = prompts.to(self.dtype)
             length = prompts.shape[1]
             # Without positions and before the first layer norm, as MaPLe and PromptSRC place them.
             states = torch.cat([states, prompts[0].expand(count, -1, -1)], dim=1)
-            slots = torch.zeros(frozen + length, length, dtype=torch.bool, device=self.device)
-            slots[frozen:] = torch.eye(length, dtype=torch.bool, device=self.device)
-            slots = slots.expand(count, -1, -1)
+            slots = F.pad(itself(length, self.device), (0, 0, frozen, 0)).to(self.dtype)
+            entered = places(frozen + length, self.device)[:, None] >= frozen
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=self.device)
         target = real.clone()
         target[:, 0] = False
@@ -346,6 +353,7 @@ class Backbone:
             real=real,
             target=target,
             slots=slots,
+            entered=entered,
         )
         tokens = walk(
             tower.encoder.layers,

@@ -45,7 +45,8 @@ class Tokens:
     numbers: Tensor | None = None  # [N], which of the classes these are
     first: int = 0  # how many sequences were walked before these, where classes come in parts
     padded: bool = False  # padding that attention could see: only after tokens were removed
-    slots: Tensor | None = None  # [N, L, M] one-hot: which prompt of a layer enters where
+    slots: Tensor | None = None  # [N, L, M], or [L, M] for all: one-hot, which prompt of a layer enters where
+    entered: Tensor | None = None  # [N, L, 1] or [L, 1]: where any does
     hidden: Tensor | None = None  # as keys, hidden from the others in the next layer
     chosen: Tensor | None = None  # drawn at an earlier layer, where layers share one draw
     probability: Tensor | None = None  # with which they were drawn
@@ -65,10 +66,9 @@ class Tokens:
         A product with a one-hot matrix rather than an index: its gradient is a matrix product too, so
         it is fast and the same bytes every time.
         """
-        if self.slots is None:
+        if self.slots is None or self.entered is None:
             return self
-        slots = self.slots.to(self.states.dtype)
-        return replace(self, states=torch.where(slots.any(-1, keepdim=True), slots @ prompts, self.states))
+        return replace(self, states=torch.where(self.entered, self.slots @ prompts, self.states))
 
     def keep(self, kept: Tensor) -> "Tokens":
         """Only the tokens of the mask `kept`, moved together in order and padded on the right."""
@@ -86,9 +86,8 @@ class Tokens:
             anchor=pick(self.is_anchor).int().argmax(1),
             real=pick(self.real) & still_there,
             target=pick(self.target) & still_there,
-            slots=None
-            if self.slots is None
-            else self.slots.gather(1, order[..., None].expand(-1, -1, self.slots.shape[-1])),
+            slots=_moved(self.slots, order),
+            entered=_moved(self.entered, order),
             hidden=None if self.hidden is None else pick(self.hidden),
             chosen=None if self.chosen is None else pick(self.chosen) & still_there,
             probability=None if self.probability is None else pick(self.probability),
@@ -101,9 +100,19 @@ class Tokens:
         """
         if self.hidden is None and (causal or not self.padded):
             return None
-        keys = self.real if self.hidden is None else self.real & ~self.hidden
+        keys = self.real
+        if self.hidden is not None:
+            keys = self.real & ~self.hidden if self.padded else ~self.hidden
         length = keys.shape[1]
         mask = keys[:, None, :] | itself(length, keys.device)
         if causal:
             mask = mask & earlier(length, keys.device)
         return mask[:, None]
+
+
+def _moved(places: Tensor | None, order: Tensor) -> Tensor | None:
+    """What stands at [N, L, M] or, for all sequences, at [L, M], in another order [N, L']."""
+    if places is None:
+        return None
+    every = places.expand(len(order), -1, -1)
+    return every.gather(1, order[..., None].expand(-1, -1, every.shape[-1]))
