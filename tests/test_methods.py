@@ -227,9 +227,6 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "lora_rank": (2,),
     "lora_from": (1,),
     "lora_lr": (0.5,),
-    "gpa_mean": (0.2,),
-    "gpa_std": (0.3,),
-    "frozen_share": (0.5,),
     # DropleOptions
     "vision_dropout_layers": (1, 0),
     "text_dropout_layers": (1, 0),
@@ -268,7 +265,6 @@ WITH: dict[str, dict[str, Any]] = {
     "lora_from": {"lora_rank": 2},
     "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},
-    "gpa_mean": {"gpa_std": 0.3},
     "text_length": {"supplementary": 2},
 }
 CASES = [(name, value) for name, values in OTHER.items() for value in values]

@@ -80,7 +80,9 @@ def test_depth_is_capped_and_said() -> None:
 
 def test_a_shallow_backbone_gets_as_many_layers_as_it_has() -> None:
     backbone = tiny_backbone(text_layers=2, vision_layers=3)
-    method = DroPLe(backbone, Task(("cat", "dog"), ("a photo of a {}.",)), DeepPromptOptions(supplementary=16))
+    method = DroPLe(
+        backbone, Task(("cat", "dog"), ("a photo of a {}.",)), DeepPromptOptions(supplementary=16)
+    )
     assert method.text_states().shape == (2, 4 + 16, backbone.text_width)
     assert method.visual_prompts is not None
     assert method.visual_prompts().shape == (3, 4, backbone.vision_width)

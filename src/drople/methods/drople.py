@@ -14,17 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from drople.aggregate import GaussianAggregate
 from drople.backbone import Backbone, Sentences
 from drople.backbone.clip import LayerWeights
 from drople.lora import LoRA
-from drople.methods.base import Presets, PromptMethod, Task, frozen_classes, register
+from drople.methods.base import Presets, PromptMethod, Task, register
 from drople.options import option
 from drople.prompts import TextPrompts, VisualPrompts, capped
-from drople.regulariser import RELEASED, Progress
+from drople.regulariser import RELEASED
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,6 @@ class DeepPromptOptions:
     )
     lora_from: int = option(6, "the first vision layer with LoRA (released 6)", low=0)
     lora_lr: float = option(0.1, "learning rate of LoRA over that of the prompts (released 0.1)", low=0)
-    gpa_mean: float = option(
-        0.75,
-        "aggregate the epochs' prompts by a normal density: its mean, as a share of them (PromptSRC)",
-        low=0,
-    )
-    gpa_std: float = option(
-        0.0, "its deviation (PromptSRC 0.05); 0: no aggregation, the last prompts (paper)", low=0
-    )
-    frozen_share: float = option(
-        0.0,
-        "share of the frozen class features in the classifier once trained (ours); 0 is none",
-        low=0,
-        high=1,
-    )
 
 
 class DeepPrompts(PromptMethod):
@@ -71,15 +55,10 @@ class DeepPrompts(PromptMethod):
         text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
         visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
         self.notes += [note for note in (text_note, visual_note) if note]
-        self.text_prompts: nn.Module = TextPrompts(
+        self.text_prompts = TextPrompts(
             backbone, depth=text_depth, length=o.text_length, supplementary=o.supplementary, init=o.init
         )
         self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
-        if o.gpa_std:
-            self.text_prompts, self.visual_prompts = (
-                GaussianAggregate(prompts, o.gpa_mean, o.gpa_std)
-                for prompts in (self.text_prompts, self.visual_prompts)
-            )
         self.lora: LoRA | None = None
         if o.lora_rank and o.lora_from >= backbone.vision_layers:
             self.notes.append(
@@ -101,19 +80,6 @@ class DeepPrompts(PromptMethod):
         return self.backbone.prompted(
             words, context=self.options.text_length, supplementary=self.options.supplementary
         )
-
-    def class_features(self, words: Sequence[str]) -> Tensor:
-        learned = super().class_features(words)
-        if not self.options.frozen_share:
-            return learned
-        frozen = frozen_classes(self.backbone, words, self.task.templates)
-        return F.normalize(learned, dim=-1).lerp(F.normalize(frozen, dim=-1), self.options.frozen_share)
-
-    def advance(self, progress: Progress) -> None:
-        super().advance(progress)
-        for prompts in (self.text_prompts, self.visual_prompts):
-            if isinstance(prompts, GaussianAggregate):
-                prompts.advance(progress.epoch, progress.epochs)
 
     def vision_weights(self) -> LayerWeights | None:
         return None if self.lora is None else self.lora()
