@@ -153,6 +153,55 @@ def test_the_slow_layer_is_transformers_layer() -> None:
     assert attention.amax(-1).mean() > 0.5, "attention this uniform would hide errors"
 
 
+class Everywhere:
+    """Dropout, or none, that claims to reach every layer: then no layer is cut short."""
+
+    def __init__(self, dropout: TokenDropout | None) -> None:
+        self.dropout = dropout
+
+    def reaches(self, layer: int) -> bool:
+        return True
+
+    def watch(self, layer: int, tokens: Any) -> Any:
+        return self.dropout and self.dropout.watch(layer, tokens)
+
+    def drop(self, layer: int, tokens: Any) -> Any:
+        return self.dropout.drop(layer, tokens) if self.dropout else tokens
+
+
+@pytest.mark.parametrize("learned", ["prompts", "weights", "adapter"])
+@pytest.mark.parametrize("operation", ["hide", "zero", "remove", None])
+def test_the_last_layer_needs_the_global_token_alone(operation: Any, learned: str) -> None:
+    """Against the same layer for all tokens; after hidden, zeroed and removed tokens too."""
+    backbone = tiny_backbone(dtype=torch.float64, text_layers=3, vision_layers=3)
+    sentences, images = backbone.prompted(NAMES, context=3, supplementary=2), random_images(backbone, 3)
+    said, seen = text_prompts(backbone, 2, 5), torch.randn(2, 2, backbone.vision_width, requires_grad=True)
+    rule = dataclasses.replace(RULE, operation=operation or "hide", scores=("class",))
+    more: list[dict[str, Any]] = [{}, {}]
+    if learned == "weights":
+        torch.manual_seed(1)
+        for extra, tower in zip(more, (backbone.model.vision_model, backbone.model.text_model), strict=True):
+            lora = LoRA(tower.encoder.layers, [1, 2], rank=2, alpha=2.0, names=("q_proj", "v_proj"))
+            for b in lora.b.values():
+                torch.nn.init.normal_(b)
+            extra["weights"] = lora()
+    if learned == "adapter":
+        more = [{"adapt": lambda layer, states: states.sin() if layer else None}] * 2
+    found = []
+    for cut in (True, False):
+        torch.manual_seed(5)
+        drops: list[Any] = [None if operation is None else TokenDropout(rule, m) for m in ("vision", "text")]
+        vision, text = drops if cut else map(Everywhere, drops)
+        features = (
+            backbone.encode_images(images, prompts=seen, dropout=vision, **more[0]),
+            backbone.encode_text(sentences, prompts=said, dropout=text, **more[1]),
+        )
+        gradients = torch.autograd.grad(sum(f.square().sum() for f in features), (seen, said))
+        found.append((*features, *gradients))
+    for one, other in zip(*found, strict=True):
+        close(one, other, 1e-5)
+
+
 # Chunks --------------------------------------------------------------------------------------------
 
 

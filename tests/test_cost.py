@@ -110,8 +110,14 @@ def flops_by_hand(classes: int) -> int:
     """Products of one image through the tiny tower of `checkpoints.py` and against the classes."""
     width, hidden, patches, layers, embed = 32, 64, 16, 3, 16
     tokens = patches + 1
-    layer = 4 * tokens * width * width + 2 * tokens * tokens * width + 2 * tokens * width * hidden
-    return 2 * (patches * 3 * 8 * 8 * width + layers * layer + width * embed + embed * classes)
+
+    def layer(queries: int) -> int:
+        """All tokens are keys and values; those that are queries too go on to the MLP."""
+        projections = 2 * (tokens + queries) * width * width
+        return projections + 2 * queries * tokens * width + 2 * queries * width * hidden
+
+    towers = (layers - 1) * layer(tokens) + layer(1)
+    return 2 * (patches * 3 * 8 * 8 * width + towers + width * embed + embed * classes)
 
 
 def test_inference_flops_against_a_count_by_hand() -> None:

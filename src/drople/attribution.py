@@ -41,6 +41,9 @@ class FirstPass:
     # chunks, the number of the chunk's first.
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def reaches(self, layer: int) -> bool:
+        return layer <= self.layers
+
     def watch(self, layer: int, tokens: Tokens) -> Watch | None:
         if not 1 <= layer <= self.layers:
             return None

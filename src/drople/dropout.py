@@ -143,6 +143,9 @@ class TokenDropout:
         if self.rule.draw == "one_layer" and self.rule.layers:
             self.drawing = frozenset({int(torch.randint(self.rule.layers, ()))})
 
+    def reaches(self, layer: int) -> bool:
+        return layer < self.rule.layers
+
     def watch(self, layer: int, tokens: Tokens) -> Watch | None:
         needs_map = self.rule.rate == "importance" and {"class", "self"} & set(self.rule.scores)
         if layer in self.drawing and needs_map and tokens.chosen is None:

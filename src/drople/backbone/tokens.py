@@ -109,10 +109,21 @@ class Tokens:
             mask = mask & earlier(length, keys.device)
         return mask[:, None]
 
+    def visible_to_global(self, causal: bool) -> Tensor | None:
+        """What cls or eos may look at [N, 1, 1, L]; None is everything."""
+        keys = None
+        if causal:
+            keys = places(self.real.shape[1], self.real.device) <= self.anchor[:, None]
+        elif self.padded:
+            keys = self.real
+        if self.hidden is not None:
+            keys = ~self.hidden if keys is None else keys & ~self.hidden
+        return None if keys is None else keys[:, None, None]
 
-def _moved(places: Tensor | None, order: Tensor) -> Tensor | None:
+
+def _moved(slots: Tensor | None, order: Tensor) -> Tensor | None:
     """What stands at [N, L, M] or, for all sequences, at [L, M], in another order [N, L']."""
-    if places is None:
+    if slots is None:
         return None
-    every = places.expand(len(order), -1, -1)
+    every = slots.expand(len(order), -1, -1)
     return every.gather(1, order[..., None].expand(-1, -1, every.shape[-1]))

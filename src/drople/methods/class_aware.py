@@ -49,6 +49,9 @@ class Entering:
     layer: int
     dropout: LayerDropout | None
 
+    def reaches(self, layer: int) -> bool:
+        return layer < self.layer or (self.dropout is not None and self.dropout.reaches(layer))
+
     def watch(self, layer: int, tokens: Tokens) -> Watch | None:
         return None if self.dropout is None else self.dropout.watch(layer, tokens)
 
