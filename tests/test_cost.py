@@ -155,11 +155,14 @@ def test_a_step_that_asks_for_gradients_is_counted() -> None:
 
 def test_costs_in_processes_of_their_own() -> None:
     seen: list[tuple[int, int]] = []
+    failed: list[DropleError] = []
+    # What cannot be measured does not lose the rest.
     found = costs(
-        ["coop", "tip-adapter"], [str(tiny_checkpoint())], classes=4, batch=2, repeats=1, device="cpu",
-        on_done=lambda done, total: seen.append((done, total)),
+        ["coop", "tip-adapter"], [str(tiny_checkpoint()), "no/such/folder"], classes=4, batch=2, repeats=1,
+        device="cpu", on_done=lambda done, total: seen.append((done, total)), on_failed=failed.append,
     )  # fmt: skip
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert len(failed) == 2 and all("no/such/folder" in str(error) for error in failed)
     coop, tip = found
     assert coop.trainable == 4 * 24 and coop.step_seconds is not None and coop.step_seconds > 0
     # Forward and backward through the text tower, and two images.

@@ -500,6 +500,7 @@ def cost(
     from drople import cost as costing
     from drople.progress import Terminal
 
+    failed: list[DropleError] = []
     with Terminal().task("measuring", 1) as update:
         found = costing.costs(
             methods or None,
@@ -508,10 +509,14 @@ def cost(
             batch=batch,
             device=device,
             on_done=lambda done, total: update(done, total=total),
+            on_failed=failed.append,
         )
-    if plot is not None:
-        costing.plot(found, plot)
-    print_json(costing.rows(found)) if json else costing.print_costs(found)
+    if found:
+        print_json(costing.rows(found)) if json else costing.print_costs(found)
+        if plot is not None:
+            costing.plot(found, plot)
+    if failed:
+        raise DropleError("\n".join(str(error) for error in failed))
 
 
 @app.command

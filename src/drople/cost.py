@@ -108,8 +108,12 @@ def costs(
     device: str = "auto",
     repeats: int = REPEATS,
     on_done: Callable[[int, int], None] | None = None,
+    on_failed: Callable[[DropleError], None] | None = None,
 ) -> list[Cost]:
-    """Every method on every backbone: what `Backbone.load` takes, or a shape such as `shape:vit-b-16`."""
+    """Every method on every backbone: what `Backbone.load` takes, or a shape such as `shape:vit-b-16`.
+
+    With `on_failed` a method that cannot be measured is told of and left out, so that the others are not lost.
+    """
     from drople.methods import REGISTRY, find
 
     chosen = list(methods) if methods else sorted(REGISTRY)
@@ -121,7 +125,12 @@ def costs(
     asked = [(method, backbone) for backbone in backbones for method in chosen]
     found = []
     for number, (method, backbone) in enumerate(asked, 1):
-        found.append(_elsewhere(method, str(backbone), classes, batch, device, repeats))
+        try:
+            found.append(_elsewhere(method, str(backbone), classes, batch, device, repeats))
+        except DropleError as error:
+            if on_failed is None:
+                raise
+            on_failed(error)
         if on_done is not None:
             on_done(number, len(asked))
     return found
