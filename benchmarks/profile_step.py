@@ -1,4 +1,4 @@
-"""Which kernels a training step is made of, and how long each takes.
+"""Which kernels forward and backward of a training step are made of, and how long each takes.
 
     python benchmarks/profile_step.py [--method drople] [--classes 500] [--batch 32] [--rows 40]
 
@@ -13,11 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from drople.backbone.shapes import shape_backbone
-from drople.cost import class_names
-from drople.learner import ROOM
+from drople.cost import _training_step, class_names
 from drople.methods import Task, make
-from drople.methods.base import TrainingData
-from drople.training import Training, TrainingOptions
 
 STEPS = 3
 
@@ -38,23 +35,14 @@ def main() -> None:
     backbone = shape_backbone(given.shape).to(device, torch.bfloat16 if cuda else torch.float32)
     task = Task(class_names(given.classes), ("a photo of a {}.",))
     method = make(given.method, backbone, task, {}).to(device)
-    size = round(backbone.pixels.size * ROOM)
-    data = TrainingData(
-        torch.randint(0, 256, (given.batch, 3, size, size), dtype=torch.uint8, device=device),
-        torch.arange(given.batch, device=device) % given.classes,
-        torch.randn(given.batch, backbone.embed_dim, device=device),
-    )
-    options = TrainingOptions(batch_size=given.batch)
-    training = Training(method, data, options, seed=0, precision="auto")
-    training.graphed = None
-    method.train()
-    indices = torch.arange(given.batch, device=device)
+    # The second is never a CUDA graph.
+    _, gradients = _training_step(method.train(), given.classes, given.batch)
     for _ in range(STEPS):
-        training._step(indices)
+        gradients()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=kinds) as seen:
         for _ in range(STEPS):
-            training._step(indices)
+            gradients()
         if cuda:
             torch.cuda.synchronize()
     spent: dict[str, float] = defaultdict(float)

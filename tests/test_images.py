@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import drople.data.images as images
 from drople.data import MAX_PIXELS, BadImage, Pixels, decode, decode_batches, normalise, open_image, square
 from drople.errors import DropleError
 
@@ -355,3 +356,33 @@ def test_batches_are_not_read_far_ahead_and_stop_when_closed() -> None:
     assert 4 < Counting.asked <= 12
     stream.close()
     assert not any(thread.name.startswith("drople-decode") for thread in threading.enumerate())
+
+
+def test_pictures_are_remembered_while_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once opened, a file is not opened again, unless it changed; what does not fit is decoded each time."""
+    monkeypatch.setattr(images, "_MEMORY", images._Memory())
+    opened: list[str] = []
+    really = images.open_image
+
+    def counting(source: images.ImageSource) -> Image.Image:
+        opened.append(Path(str(source)).name)
+        return really(source)
+
+    monkeypatch.setattr(images, "open_image", counting)
+    paths = [tmp_path / f"{name}.png" for name in "abc"]
+    for number, path in enumerate(paths):
+        Image.new("RGB", (9, 9), (number, 0, 0)).save(path)
+    plain, _, _ = images.decode(paths, 8, 3)
+    images.decode(paths, 8, 3)
+    assert len(opened) == 6, "nothing is kept unless it is asked for"
+    images.remember(2 * 3 * 8 * 8)
+    opened.clear()
+    for _ in range(3):
+        found, good, bad = images.decode(paths, 8, 3)
+        assert torch.equal(found, plain) and good == [0, 1, 2] and not bad
+    assert len(opened) == 3 + 2, "two fit"
+    kept = next(path for path in paths if opened.count(path.name) == 1)
+    Image.new("RGB", (9, 9), (200, 0, 0)).save(kept)
+    os.utime(kept, ns=(1, 1))
+    found, _, _ = images.decode([kept], 8, 3)
+    assert (found[0, 0] == 200).all()

@@ -27,9 +27,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from drople.backbone import Backbone
-from drople.data import ImageData, base_novel, few_shot, load_data
+from drople.data import ImageData, base_novel, few_shot
 from drople.data.dataset import Example
 from drople.data.images import decode, normalise
+from drople.data.layouts import resolve
 from drople.data.shots import only_classes
 from drople.learner import ROOM
 from drople.methods import Method, Task, make
@@ -38,11 +39,6 @@ from drople.metrics import harmonic_mean
 from drople.options import build, names
 from drople.training import Training, TrainingOptions
 
-TEMPLATES = {
-    "oxford_pets": "a photo of a {}, a type of pet.",
-    "eurosat": "a centered satellite photo of {}.",
-    "dtd10": "{} texture.",
-}
 _worker: dict[str, Any] = {}
 
 
@@ -88,10 +84,11 @@ def start(root: Path, prepared: Path, backbone: str, device: str) -> None:
     _worker.update(backbone=frozen, device=device, root=root, prepared=prepared, datasets={})
 
 
-def dataset(name: str) -> tuple[ImageData, Pictures]:
+def dataset(name: str) -> tuple[ImageData, str, Pictures]:
     if name not in _worker["datasets"]:
-        data = load_data(_worker["root"] / name)
-        _worker["datasets"][name] = data, Pictures(data, _worker["prepared"] / name, _worker["device"])
+        data, template = resolve(name, _worker["root"])
+        pictures = Pictures(data, _worker["prepared"] / name, _worker["device"])
+        _worker["datasets"][name] = data, template, pictures
     return _worker["datasets"][name]
 
 
@@ -146,13 +143,12 @@ def parts(data: ImageData, task: dict[str, Any]) -> tuple[ImageData, list[Exampl
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
     begun = time.time()
-    data, pictures = dataset(task["dataset"])
+    data, template, pictures = dataset(task["dataset"])
     backbone = _worker["backbone"]
     seen, chosen, asked = parts(data, task)
     options = {k: v for k, v in task["options"].items() if k not in names(TrainingOptions)}
     training_options = build(TrainingOptions, {k: v for k, v in task["options"].items() if k not in options})
     torch.manual_seed(task["seed"])
-    template = TEMPLATES.get(task["dataset"], "a photo of a {}.")
     method = make(task["method"], backbone, Task(seen.words, (template,)), options).to(backbone.device)
     record = dict(task)
     if method.trainable:
@@ -217,13 +213,14 @@ def main() -> None:
     if given.out.exists():
         for line in given.out.read_text().splitlines():
             row = json.loads(line)
-            done.add((row["variant"], row["dataset"], row["seed"]))
+            if "error" not in row:
+                done.add((row["variant"], row["dataset"], row["seed"]))
     todo = [t for t in tasks(grid) if (t["variant"], t["dataset"], t["seed"]) not in done]
     begun = time.time()
     prepared = Path(tempfile.mkdtemp(prefix="drople-study-"))
     start(given.data, prepared, given.backbone, given.device)
     for name in dict.fromkeys(t["dataset"] for t in todo):
-        prepare(load_data(given.data / name), _worker["backbone"], prepared / name)
+        prepare(resolve(name, given.data)[0], _worker["backbone"], prepared / name)
     print(f"{len(todo)} runs to do; decoded in {time.time() - begun:.0f} s", flush=True)
     arguments = (given.data, prepared, given.backbone, given.device)
     with mp.get_context("spawn").Pool(given.workers, start, arguments) as pool, given.out.open("a") as out:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drople.backbone.tokens import Tokens
@@ -22,6 +21,7 @@ from drople.importance import (
     class_score,
     cross_score,
     importance,
+    padded,
     self_score,
 )
 from drople.unimodal import Standout, group_value
@@ -217,7 +217,9 @@ class TokenDropout:
             states = states[place] * inside[:, None, None].to(states.dtype)
             real = real[place] & inside[:, None]
         if layer in self.kept:
-            states, real = _add_padded(self.kept[layer], (states, real))
+            # Chunks may differ in length: by their groups, and once tokens were removed.
+            (there, there_real), (states, real) = padded([self.kept[layer], (states, real)])
+            states, real = there + states, there_real | real
         self.kept[layer] = states, real
 
 
@@ -259,15 +261,3 @@ RATES: dict[Rate, Callable[[TokenDropout, int, Tokens, dict[Score, Tensor]], Ten
     "standout": by_standout,
     "attribution": by_attribution,
 }
-
-
-def _add_padded(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Chunks may differ in length once tokens were removed."""
-    length = max(one[0].shape[1], other[0].shape[1])
-
-    def fill(states: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        missing = length - states.shape[1]
-        return F.pad(states, (0, 0, 0, missing)), F.pad(real, (0, missing))
-
-    (a, b), (c, d) = fill(*one), fill(*other)
-    return a + c, b | d

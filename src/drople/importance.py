@@ -94,11 +94,17 @@ class Bridge(nn.Module):
 def _one_batch(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The sequences of all layers as if they were more samples: a handful of kernels instead of as many a layer.
     Where tokens were removed, layers differ in length."""
-    lengths = [states.shape[1] for states, _ in layers]
-    if len(set(lengths)) > 1:
-        short = [max(lengths) - length for length in lengths]
-        layers = [(F.pad(s, (0, 0, 0, n)), F.pad(r, (0, n))) for (s, r), n in zip(layers, short, strict=True)]
-    return torch.cat([states for states, _ in layers]), torch.cat([real for _, real in layers])
+    states, real = zip(*padded(layers), strict=True)
+    return torch.cat(states), torch.cat(real)
+
+
+def padded(parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+    """(states, real) of several batches, all as long as the longest."""
+    lengths = [states.shape[1] for states, _ in parts]
+    if len(set(lengths)) == 1:
+        return parts
+    short = [max(lengths) - length for length in lengths]
+    return [(F.pad(s, (0, 0, 0, n)), F.pad(r, (0, n))) for (s, r), n in zip(parts, short, strict=True)]
 
 
 def cross_score(bridge: Bridge, modality: Modality, tokens: Tokens) -> Tensor:

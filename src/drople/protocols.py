@@ -267,9 +267,8 @@ def execute(
 ) -> dict[str, Any]:
     """Train and test one run; the record, whether it went well or not."""
     begun = time.monotonic()
-    record: dict[str, Any] = {"schema": SCHEMA, **asdict(run), "label": run.label, "key": run.key}
-    record["options"] = dict(run.options)
-    record |= {"status": "done", "error": None, "environment": environment(device)}
+    remember(DECODED_BYTES)
+    record = opening(run, device)
     try:
         record |= _measure(run, root, work, device, progress or Quiet())
     except Exception as error:
@@ -284,9 +283,27 @@ def execute(
     record["timing"] = {
         **record.get("timing", {}),
         "seconds": round(time.monotonic() - begun, 3),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "finished": now(),
     }
     return record
+
+
+def opening(run: Run, device: str) -> dict[str, Any]:
+    """A record as far as it is known before the run."""
+    return {
+        "schema": SCHEMA,
+        **asdict(run),
+        "label": run.label,
+        "key": run.key,
+        "options": dict(run.options),
+        "status": "done",
+        "error": None,
+        "environment": environment(device),
+    }
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) -> dict[str, Any]:
@@ -365,7 +382,6 @@ def benchmark(
     progress: Progress | None = None,
 ) -> Iterator[tuple[Run, dict[str, Any], bool]]:
     """Go through the runs; yields each with its record and whether it was there already."""
-    remember(DECODED_BYTES)
     for run in runs:
         path, work = out / run.path, out / ".work" / run.key
         if path.exists():

@@ -13,7 +13,6 @@ import platform
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from drople import __version__
 from drople.errors import DropleError
 from drople.progress import Progress, Quiet
-from drople.protocols import SCHEMA, Run, environment, execute
+from drople.protocols import Run, execute, now, opening
 from drople.records import read_json, write_json
 
 if TYPE_CHECKING:
@@ -250,12 +249,8 @@ def _killed(run: Run, device: str, error: Any) -> dict[str, Any]:
         f"{error.allowed_failures + 1} workers died while they had this run, the last {error.last_worker.address}: "
         "it may need more memory than they have."
     )
-    return {
-        **{"schema": SCHEMA, **asdict(run), "label": run.label, "key": run.key, "options": dict(run.options)},
-        **{"status": "failed", "error": f"KilledWorker: {said}", "environment": environment(device)},
-        **{"trace": "", "results": {}},
-        "timing": {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-    }
+    failed = {"status": "failed", "error": f"KilledWorker: {said}", "trace": "", "results": {}}
+    return opening(run, device) | failed | {"timing": {"finished": now()}}
 
 
 # The worker ----------------------------------------------------------------------------------------

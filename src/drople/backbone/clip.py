@@ -52,15 +52,20 @@ class Sentences:
         return len(self.base)
 
     def rows(self, start: int, stop: int) -> "Sentences":
+        return self._part(slice(start, stop), start, self.base.shape[1])
+
+    def _part(self, which: slice | Tensor, before: int, length: int) -> "Sentences":
+        """Some of them, cut to a length; `before` were encoded before these."""
         return replace(
             self,
-            base=self.base[start:stop],
-            anchor=self.anchor[start:stop],
-            real=self.real[start:stop],
-            words=self.words[start:stop],
-            slots=None if self.slots is None else self.slots[start:stop],
-            numbers=self.numbers[start:stop],
-            first=self.first + start,
+            base=self.base[which, :length],
+            position=self.position[:length],
+            anchor=self.anchor[which],
+            real=self.real[which, :length],
+            words=self.words[which, :length],
+            slots=None if self.slots is None else self.slots[which, :length],
+            numbers=self.numbers[which],
+            first=self.first + before,
             lengths=None,
         )
 
@@ -77,20 +82,7 @@ class Sentences:
         for start, stop in zip([0, *cuts], cuts, strict=False):
             picked = torch.tensor(order[start:stop], device=self.real.device)
             length = self.lengths[order[stop - 1]]
-            found.append(
-                replace(
-                    self,
-                    base=self.base[picked, :length],
-                    position=self.position[:length],
-                    anchor=self.anchor[picked],
-                    real=self.real[picked, :length],
-                    words=self.words[picked, :length],
-                    slots=None if self.slots is None else self.slots[picked, :length],
-                    numbers=self.numbers[picked],
-                    first=self.first + start,
-                    lengths=None,
-                )
-            )
+            found.append(self._part(picked, start, length))
         return tuple(found)
 
     @cached_property
@@ -146,10 +138,6 @@ def group_cuts(lengths: Sequence[int], worth: int) -> list[int]:
         if best[0] < worth:
             return cuts
         cuts = sorted([*cuts, best[1]])
-
-
-def _in_order(features: Tensor, sentences: Sentences) -> Tensor:
-    return features if len(sentences.groups) == 1 else features[sentences.places]
 
 
 class Backbone:
@@ -303,7 +291,8 @@ class Backbone:
             parts = [part for group in groups for part in self._chunks(group)]
             recompute = torch.is_grad_enabled()
             features = [checkpoint(encode, p, use_reentrant=False) if recompute else encode(p) for p in parts]
-        return features[0] if len(features) == 1 else _in_order(torch.cat(features), sentences)
+        joined = torch.cat(features)
+        return joined if len(groups) == 1 else joined[sentences.places]
 
     def fits_at_once(self, sentences: Sentences) -> bool:
         """Whether the activations of all classes fit the budget together."""

@@ -93,6 +93,13 @@ class Tokens:
             probability=None if self.probability is None else pick(self.probability),
         )
 
+    @property
+    def _keys(self) -> Tensor | None:
+        """The tokens that others may look at; None is all."""
+        if self.hidden is None:
+            return self.real if self.padded else None
+        return self.real & ~self.hidden if self.padded else ~self.hidden
+
     def visible(self, causal: bool) -> Tensor | None:
         """The attention mask [N, 1, L, L] (True: may look), or None where the plain one serves.
 
@@ -100,9 +107,8 @@ class Tokens:
         """
         if self.hidden is None and (causal or not self.padded):
             return None
-        keys = self.real
-        if self.hidden is not None:
-            keys = self.real & ~self.hidden if self.padded else ~self.hidden
+        keys = self._keys
+        assert keys is not None
         length = keys.shape[1]
         mask = keys[:, None, :] | itself(length, keys.device)
         if causal:
@@ -111,13 +117,10 @@ class Tokens:
 
     def visible_to_global(self, causal: bool) -> Tensor | None:
         """What cls or eos may look at [N, 1, 1, L]; None is everything."""
-        keys = None
+        keys = self._keys
         if causal:
-            keys = places(self.real.shape[1], self.real.device) <= self.anchor[:, None]
-        elif self.padded:
-            keys = self.real
-        if self.hidden is not None:
-            keys = ~self.hidden if keys is None else keys & ~self.hidden
+            before = places(self.real.shape[1], self.real.device) <= self.anchor[:, None]
+            keys = before if keys is None else keys & before
         return None if keys is None else keys[:, None, None]
 
 

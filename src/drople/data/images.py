@@ -170,26 +170,32 @@ class _Memory:
     """Squares of picture files, kept as long as there is room; none unless `remember` was called."""
 
     def __init__(self) -> None:
-        self.room = 0
+        self.on, self.room = False, 0
         self.kept: dict[tuple[str, int, int, int], np.ndarray] = {}
         self.lock = Lock()
 
     def square(self, source: ImageSource, size: int, resample: int) -> np.ndarray:
-        if not self.room or not isinstance(source, str | Path):
-            return square(open_image(source), size, resample)
-        try:
-            changed = os.stat(source).st_mtime_ns
-        except OSError:
+        changed = self._changed(source)
+        if changed is None:
             return square(open_image(source), size, resample)
         key = str(source), changed, size, resample
-        if key in self.kept:
-            return self.kept[key]
-        made = square(open_image(source), size, resample)
-        with self.lock:
-            if made.nbytes <= self.room and key not in self.kept:
+        if key not in self.kept:
+            made = square(open_image(source), size, resample)
+            with self.lock:
+                if key in self.kept or made.nbytes > self.room:
+                    return made
                 self.kept[key] = made
                 self.room -= made.nbytes
-        return made
+        return self.kept[key]
+
+    def _changed(self, source: ImageSource) -> int | None:
+        """When a file was written last; None for what is not kept."""
+        if not self.on or not isinstance(source, str | Path):
+            return None
+        try:
+            return os.stat(source).st_mtime_ns
+        except OSError:
+            return None
 
 
 _MEMORY = _Memory()
@@ -198,6 +204,7 @@ _MEMORY = _Memory()
 def remember(room: int) -> None:
     """Keep decoded pictures from now on, up to so many bytes: the runs of a benchmark see the same ones."""
     with _MEMORY.lock:
+        _MEMORY.on = room > 0
         _MEMORY.room = max(0, room - sum(kept.nbytes for kept in _MEMORY.kept.values()))
 
 
