@@ -293,7 +293,12 @@ def test_square_of_a_thread_thin_picture() -> None:
 # ---- many at once
 
 
-def test_decode_keeps_order_and_returns_the_bad(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 10**6], ids=["forgetful", "remembering"])
+def test_decode_keeps_order_and_returns_the_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(images, "_MEMORY", images._Memory())
+    images.remember(room)
     bad = [path for path, _ in bad_files(tmp_path).values()]
     sources: list = []
     for number in range(40):
@@ -304,13 +309,13 @@ def test_decode_keeps_order_and_returns_the_bad(tmp_path: Path) -> None:
     sources[33:33] = bad[2:]
     sources.append(np.full((9, 9, 3), 5, np.uint8))
     counts: list[int] = []
-    images, good, failures = decode(sources, 32, 3, progress=counts.append)
+    decoded, good, failures = decode(sources, 32, 3, progress=counts.append)
     assert [str(failure.source) for failure in failures] == [str(path) for path in bad]
     assert [sources[i] for i in good] == [
         source for source in sources if not any(source is path for path in bad)
     ]
-    assert images.dtype == torch.uint8 and images.shape == (41, 3, 32, 32)
-    for row, index in zip(images, good, strict=True):
+    assert decoded.dtype == torch.uint8 and decoded.shape == (41, 3, 32, 32)
+    for row, index in zip(decoded, good, strict=True):
         assert np.array_equal(row.numpy(), square(open_image(sources[index]), 32, 3))
     assert counts == sorted(counts) and counts[-1] == len(sources)
 

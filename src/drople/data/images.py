@@ -194,7 +194,7 @@ class _Memory:
             return None
         try:
             return os.stat(source).st_mtime_ns
-        except OSError:
+        except (OSError, ValueError):  # a name that no file can have is a ValueError
             return None
 
 
