@@ -210,14 +210,14 @@ def column(layer: Any, sequence: int, token: int, factor: float) -> Iterator[Non
     at = torch.zeros(sequence + 1, token + 1)
     at[sequence, token] = factor - 1
 
-    def scale(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        count, length = output.shape[:2]
+    def scaled(states: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        count, length = len(value), value.shape[2]
         where = torch.nn.functional.pad(at, (0, length - token - 1, 0, count - sequence - 1))
-        return output * (1 + where[..., None])
+        return plain(states, query, key, value * (1 + where[:, None, :, None]), *rest)
 
-    hook = layer.self_attn.v_proj.register_forward_hook(scale)
+    plain, layer._leave = layer._leave, scaled
     yield
-    hook.remove()
+    layer._leave = plain
 
 
 def attributed(**options: Any) -> tuple[Any, Tensor, Batch]:
@@ -240,14 +240,14 @@ def test_attributions_are_those_of_small_changes(modality: str) -> None:
     best = method.similarity(method.image_features(images), method.class_features(TASK.words)).argmax(
         1 - which
     )
-    tower = getattr(method.backbone.model, f"{modality}_model")
+    layers = getattr(method.backbone, modality)
     for (layer, _), (_, target) in first[which].seen.items():
         for n in range(3):
             changes = {}
             for j in target[n].nonzero().flatten().tolist():
                 logits = []
                 for factor in (1.05, 0.95):
-                    with torch.no_grad(), column(tower.encoder.layers[layer + 1], n, j, factor):
+                    with torch.no_grad(), column(layers[layer + 1], n, j, factor):
                         visual, textual = method.image_features(images), method.class_features(TASK.words)
                     pair = (int(best[n]), n) if which else (n, int(best[n]))
                     logits.append(float(method.similarity(visual, textual)[pair]))

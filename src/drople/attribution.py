@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from drople.backbone.layer import Watch
 from drople.backbone.tokens import Tokens
-from drople.backbone.walk import Watch
 
 SHARE = 0.3  # p
 

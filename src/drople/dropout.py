@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from drople.backbone.layer import Watch
 from drople.backbone.tokens import Tokens
-from drople.backbone.walk import Watch
 from drople.importance import (
     Bridge,
     Modality,

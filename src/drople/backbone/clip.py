@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import QuickGELUActivation
 
+from drople.backbone.layer import Layer, Weights
 from drople.backbone.loading import Checkpoint, load_checkpoint
 from drople.backbone.tokens import Tokens, itself, places
-from drople.backbone.walk import ATTENTION, Adapt, LayerDropout, walk
+from drople.backbone.walk import Adapt, LayerDropout, walk
 from drople.errors import DropleError
 
 # Activations kept for the gradient, in units of one [tokens, width] tensor a layer: the inputs of two
@@ -27,7 +28,7 @@ SAVED_UNITS = 10
 # padding: fewer are not worth a walk of their own.
 WORTH_A_GROUP = 4096
 
-LayerWeights = Mapping[int, Mapping[str, Tensor]]
+LayerWeights = Mapping[int, Weights]
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ class Backbone:
         self.tokenizer = source.tokenizer
         self.pixels = source.pixels
         self.model = source.model.eval().requires_grad_(False)
-        self.model.set_attn_implementation(ATTENTION)
         self._fold()
+        self._join()
         config = self.model.config
         self.embed_dim: int = config.projection_dim
         self.text_width: int = config.text_config.hidden_size
@@ -172,6 +173,12 @@ class Backbone:
                     mlp.fc2.weight.div_(1.702)
                     mlp.activation_fn = nn.SiLU()
 
+    def _join(self) -> None:
+        self.vision, self.text = (
+            [Layer(module) for module in tower.encoder.layers]
+            for tower in (self.model.vision_model, self.model.text_model)
+        )
+
     @classmethod
     def load(cls, name: str | Path) -> "Backbone":
         return cls(load_checkpoint(name))
@@ -186,6 +193,7 @@ class Backbone:
 
     def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> "Backbone":
         self.model.to(device=device, dtype=dtype)
+        self._join()
         if self.device.type == "cuda":
             # Graphed steps need all classes at once; beyond this, memory counts for more.
             self.activation_bytes = 4 << 30
@@ -273,7 +281,7 @@ class Backbone:
             if prompts is not None and prompts.ndim == 4:
                 entering = prompts[:, rows.numbers]
             tokens = walk(
-                tower.encoder.layers,
+                self.text,
                 rows.tokens(entering, class_words_drop),
                 causal=True,
                 prompts=entering,
@@ -345,7 +353,7 @@ class Backbone:
             entered=entered,
         )
         tokens = walk(
-            tower.encoder.layers,
+            self.vision,
             tokens,
             causal=False,
             prompts=prompts,

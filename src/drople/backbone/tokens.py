@@ -115,6 +115,11 @@ class Tokens:
             mask = mask & earlier(length, keys.device)
         return mask[:, None]
 
+    def only_global(self, states: Tensor) -> "Tokens":
+        """What is left where only the global token of each sequence is, with these states [N, 1, D]."""
+        one = self.real.new_ones(len(states), 1)
+        return Tokens(states, torch.zeros_like(self.anchor), one, ~one)
+
     def visible_to_global(self, causal: bool) -> Tensor | None:
         """What cls or eos may look at [N, 1, 1, L]; None is everything."""
         keys = self._keys

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drople.backbone import Backbone, Sentences
+from drople.backbone.layer import Watch
 from drople.backbone.tokens import Tokens
-from drople.backbone.walk import LayerDropout, Watch
+from drople.backbone.walk import LayerDropout
 from drople.errors import DropleError
 from drople.losses import cosine_consistency
 from drople.methods.base import Batch, Task, frozen_classes
