@@ -561,3 +561,16 @@ def test_the_backbone_is_frozen() -> None:
     backbone = tiny_backbone()
     assert not any(p.requires_grad for p in backbone.model.parameters())
     assert not backbone.model.training
+
+
+def test_joined_projections_take_no_memory() -> None:
+    """Also after a move and a copy: the module's weights are parts of the one that is multiplied with."""
+    moved = tiny_backbone().to("cpu", torch.bfloat16)
+    for backbone in (tiny_backbone(), moved, copy.deepcopy(moved)):
+        for layer in (*backbone.vision, *backbone.text):
+            parts = [getattr(layer.attention, f"{name}_proj") for name in "qkv"]
+            assert layer.weight.dtype == backbone.dtype
+            for n, part in enumerate(parts):
+                assert part.weight.data_ptr() == layer.weight.chunk(3)[n].data_ptr()
+                assert part.bias.data_ptr() == layer.bias.chunk(3)[n].data_ptr()
+        assert len(backbone.vision) == backbone.vision_layers and len(backbone.text) == backbone.text_layers

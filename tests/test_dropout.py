@@ -318,7 +318,7 @@ def test_everything_may_drop_but_the_global_token(modality: Modality, operation:
 def test_a_hidden_token_is_intact_and_sees_itself() -> None:
     """One layer by hand: others get nothing of the hidden token, it gets what it would have got."""
     backbone = tiny_backbone(dtype=torch.float64)
-    layer = backbone.model.vision_model.encoder.layers[0]
+    layer = backbone.vision[0]
     real = torch.ones(1, 5, dtype=torch.bool)
     states = torch.randn(1, 5, backbone.vision_width, dtype=torch.float64)
     chosen = torch.tensor([[False, False, True, False, False]])
@@ -327,7 +327,7 @@ def test_a_hidden_token_is_intact_and_sees_itself() -> None:
     def run(x: Tensor, hide: bool) -> Tensor:
         given = OPERATIONS["hide"](dataclasses.replace(tokens, states=x), chosen, torch.zeros(1, 5), rule())
         mask = given.visible(causal=False) if hide else None
-        return layer(x, mask, is_causal=False)[0]
+        return layer(x, mask)[0]
 
     plain, hidden = run(states, False), run(states, True)
     torch.testing.assert_close(hidden[2], plain[2])

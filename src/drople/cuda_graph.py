@@ -6,8 +6,9 @@ device's generator, whose seed is read at every replay: a step that seeds itself
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,41 @@ class GraphedStep:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad.zero_()
+
+
+class Branch:
+    """What runs inside becomes a branch of the graph that is being captured, and may run at the same time as
+    what comes between it and `join`; where nothing is captured, it runs as if it stood alone.
+
+        with Branch(device) as branch:
+            images = ...
+        classes = ...
+        branch.join(images)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self.stream = torch.cuda.Stream(device) if capturing else None
+        self.inside = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def __enter__(self) -> "Branch":
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        self.inside.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inside.__exit__(*error)
+
+    def join(self, results: Iterable[Tensor]) -> None:
+        """Wait for the branch. `results` are the tensors that go on living outside: their memory must not be
+        given to the branch's backward pass while someone else reads them."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream()
+        current.wait_stream(self.stream)
+        for tensor in results:
+            tensor.record_stream(current)
 
 
 @contextmanager

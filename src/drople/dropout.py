@@ -4,8 +4,9 @@ Section "Token Dropout" of the paper. It knows sequences of tokens and nothing o
 The operation D(x), the rate and the draw are exchanged by name; a new one is one function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -99,7 +100,7 @@ def in_runs(p: float | Tensor, target: Tensor, length: int) -> Tensor:
 
 def drop_probability(normalised_importance: Tensor, target: Tensor, p_min: float, p_max: float) -> Tensor:
     """`p_j = p_max - I (p_max - p_min)` for target tokens, 0 for the others."""
-    return torch.where(target, p_max - normalised_importance * (p_max - p_min), 0.0)
+    return (p_max - normalised_importance * (p_max - p_min)) * target
 
 
 @dataclass
@@ -136,7 +137,10 @@ class TokenDropout:
     seen: list[Seen] = field(default_factory=list)
     drawn: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the chosen and the target tokens
     drawing: frozenset[int] = field(init=False)  # the layers at which tokens drop in this pass
-    _attention: Tensor | None = None
+    _watched: dict[Score, Tensor] = field(default_factory=dict)  # the scores that this layer's attention gave
+    _places: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # of `rows`, by part of the classes
 
     def __post_init__(self) -> None:
         self.drawing = frozenset(range(self.rule.layers))
@@ -149,14 +153,25 @@ class TokenDropout:
     def watch(self, layer: int, tokens: Tokens) -> Watch | None:
         needs_map = self.rule.rate == "importance" and {"class", "self"} & set(self.rule.scores)
         if layer in self.drawing and needs_map and tokens.chosen is None:
-            return self._see
+            return partial(self._see, tokens)
         return None
 
     @torch.no_grad()
     def _see(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool
+        self,
+        tokens: Tokens,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        mask: Tensor | None,
+        causal: bool,
     ) -> None:
-        self._attention = attention_map(query, key, scaling, mask, causal)
+        attention = attention_map(query, key, scaling, mask, causal)
+        # In this order: the second writes into the map.
+        for name, score in ATTENTION_SCORES.items():
+            if name in self.rule.scores:
+                self._watched[name] = score(attention, tokens)
 
     def drop(self, layer: int, tokens: Tokens) -> Tokens:
         if layer < self.rule.layers and self.keep_states:
@@ -176,7 +191,6 @@ class TokenDropout:
     def _draw(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
         scores: dict[Score, Tensor] = {}
         weight = RATES[self.rule.rate](self, layer, tokens, scores)
-        self._attention = None
         low, high = self.rule.p_min, self.rule.p_max
         probability = self.strength * drop_probability(weight, tokens.target, low, high)
         if self.rule.rate == "block":
@@ -189,16 +203,23 @@ class TokenDropout:
         return chosen, probability
 
     def _score(self, name: Score, tokens: Tokens) -> Tensor:
-        if name == "cross":
-            assert self.bridge is not None, "the cross-modal score needs bridge tokens"
-            return cross_score(self.bridge, self.modality, tokens)
-        assert self._attention is not None
-        return (class_score if name == "class" else self_score)(self._attention, tokens)
+        return cross_score(self._carried, tokens) if name == "cross" else self._watched.pop(name)
+
+    @cached_property
+    def _carried(self) -> Tensor:
+        """The bridge tokens in the tower's width, the same at all its layers."""
+        assert self.bridge is not None, "the cross-modal score needs bridge tokens"
+        return self.bridge.carried(self.modality)
 
     def take_kept(self) -> list[tuple[Tensor, Tensor]]:
         """The kept (states, real) of each layer. Recomputing a chunk in the backward pass fills a new one."""
         kept, self.kept = self.kept, {}
         return [kept[layer] for layer in sorted(kept)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a pass leaves behind for losses and log."""
+        for pair in (*self.kept.values(), *self.drawn):
+            yield from pair
 
     def drop_rate(self) -> Tensor:
         """The share of target tokens that dropped, over the draws of this pass."""
@@ -211,9 +232,7 @@ class TokenDropout:
         if self.detach:
             states = states.detach()
         if self.rows is not None:
-            assert tokens.numbers is not None
-            match = self.rows[:, None] == tokens.numbers
-            inside, place = match.any(1), match.int().argmax(1)
+            inside, place = self._found(self.rows, tokens)
             states = states[place] * inside[:, None, None].to(states.dtype)
             real = real[place] & inside[:, None]
         if layer in self.kept:
@@ -222,6 +241,17 @@ class TokenDropout:
             states, real = there + states, there_real | real
         self.kept[layer] = states, real
 
+    def _found(self, rows: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Which of the asked rows these sequences hold, and where; the same at every layer."""
+        if tokens.first not in self._places:
+            assert tokens.numbers is not None
+            match = rows[:, None] == tokens.numbers
+            self._places[tokens.first] = match.any(1), match.int().argmax(1)
+        return self._places[tokens.first]
+
+
+# Scores that are read from a layer's attention map.
+ATTENTION_SCORES: dict[Score, Callable[[Tensor, Tokens], Tensor]] = {"class": class_score, "self": self_score}
 
 # What stands for the importance in p: 1 drops with p_min, 0 with p_max.
 # (dropout, layer, tokens, scores to fill where there are any) -> value [N, L]

@@ -178,14 +178,10 @@ def _named(dropout: TokenDropout, seen: Any) -> dict[str, Tensor]:
 
 
 def _tokens(learner: PromptLearner, sentences: Any) -> Iterator[tuple[str, bool, bool]]:
-    """(text, continues the word before, is no word) of every token of one sentence, eos included.
-
-    A sentence holds embeddings, so the words are those whose embeddings stand there.
-    """
+    """(text, continues the word before, is no word) of every token of one sentence, eos included."""
     backbone = learner.backbone_
     backend, end = backbone.tokenizer._backend, int(sentences.anchor[0])
-    table = backbone.model.text_model.embeddings.token_embedding.weight.float()
-    ids = torch.cdist((sentences.base[0] - sentences.position).float(), table).argmin(1).tolist()
+    ids = sentences.ids[0].tolist()
     prompts = sentences.slots[0].any(1).tolist() if sentences.slots is not None else [False] * (end + 1)
     after_words, counts, joined = False, {"P": 0, "S": 0}, False
     yield "bos", False, True

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drople.backbone.tokens import Tokens, earlier, itself, places
+from drople.backbone.tokens import Tokens, earlier, number, places
 
 Modality = Literal["vision", "text"]
 Score = Literal["class", "self", "cross"]
 
 
 def attention_map(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """`A_self` [N, H, L, L] as the layer computes it, in float32."""
+    """`A_self` [N, H, L, L] as the layer computes it, in float32; `mask` is added to the logits."""
     logits = _products(query * scaling, key)
-    if mask is None and causal:
-        mask = earlier(logits.shape[-1], logits.device)
     if mask is not None:
-        logits = logits.masked_fill_(~mask, -torch.inf)
+        logits += mask
+    elif causal:
+        logits.masked_fill_(~earlier(logits.shape[-1], logits.device), -torch.inf)
     return logits.softmax(-1)
 
 
@@ -44,9 +44,14 @@ def class_score(attention: Tensor, tokens: Tokens) -> Tensor:
 
 def self_score(attention: Tensor, tokens: Tokens) -> Tensor:
     """`S_self(j)`: mean over heads of the largest attention from j to a token k, k not j and no global
-    token. 0 where there is no such k (bos sees only itself). [N, L]"""
-    counted = tokens.content[:, None, None, :] & ~itself(attention.shape[-1], attention.device)
-    return torch.where(counted, attention, 0.0).amax(-1).mean(1)
+    token. 0 where there is no such k (bos sees only itself). [N, L]
+
+    It writes zeros into the map where k does not count: a masked copy of it is half of all a score costs.
+    Padding gets no attention, so it needs none.
+    """
+    attention.diagonal(dim1=-2, dim2=-1).zero_()
+    attention[places(len(attention), attention.device), :, :, tokens.anchor] = 0.0
+    return attention.amax(-1).mean(1)
 
 
 class Bridge(nn.Module):
@@ -66,15 +71,14 @@ class Bridge(nn.Module):
         )
         self.scale = dim**-0.5 if scaled else 1.0
 
-    def attention(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:
-        """`A_cross` [N, xi, L]: softmax over tokens of E X' / sqrt(d); padding gets nothing."""
-        bridge = self.scale * self.tokens @ self.project[modality].weight
-        logits = (bridge.to(states.dtype) @ states.transpose(-2, -1)).float()
-        return torch.where(real[:, None], logits, -torch.inf).softmax(-1)
+    def carried(self, modality: Modality) -> Tensor:
+        """`E W / sqrt(d)` [xi, D]: the bridge tokens in the tower's width."""
+        return self.scale * self.tokens @ self.project[modality].weight
 
     def pool(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:
         """What each bridge token gathers of a sequence: A_cross X' [N, xi, d]."""
-        gathered = self.attention(modality, states, real).to(states.dtype) @ states
+        attention = cross_attention(self.carried(modality), states, real)
+        gathered = attention.to(states.dtype) @ states
         return self.project[modality](gathered.float())
 
     def alignment(
@@ -107,9 +111,15 @@ def padded(parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Ten
     return [(F.pad(s, (0, 0, 0, n)), F.pad(r, (0, n))) for (s, r), n in zip(parts, short, strict=True)]
 
 
-def cross_score(bridge: Bridge, modality: Modality, tokens: Tokens) -> Tensor:
+def cross_attention(carried: Tensor, states: Tensor, real: Tensor) -> Tensor:
+    """`A_cross` [N, xi, L]: softmax over tokens of E X' / sqrt(d); padding gets nothing."""
+    logits = (carried.to(states.dtype) @ states.transpose(-2, -1)).float()
+    return torch.where(real[:, None], logits, number(-torch.inf, logits.device)).softmax(-1)
+
+
+def cross_score(carried: Tensor, tokens: Tokens) -> Tensor:
     """`S_cross(j)`: the largest attention that token j gets from any bridge token. [N, L]"""
-    return bridge.attention(modality, tokens.states, tokens.real).amax(1)
+    return cross_attention(carried, tokens.states, tokens.real).amax(1)
 
 
 def importance(scores: Sequence[Tensor], tokens: Tokens, *, sum_to_one: bool) -> Tensor:
@@ -118,12 +128,12 @@ def importance(scores: Sequence[Tensor], tokens: Tokens, *, sum_to_one: bool) ->
     The scores' average, min-max over the content tokens of each sequence. `sum_to_one` divides each
     score by its sum first (released code). Where all tokens are alike nothing is known: 1/2.
     """
-    content = tokens.content
+    content, device = tokens.content, tokens.real.device
     if sum_to_one:
-        scores = [s / torch.where(content, s, 0.0).sum(1, keepdim=True).clamp_min(1e-12) for s in scores]
+        scores = [s / (s * content).sum(1, keepdim=True).clamp_min(1e-12) for s in scores]
     mean = torch.stack(list(scores)).mean(0)
-    low = torch.where(content, mean, torch.inf).amin(1, keepdim=True)
-    high = torch.where(content, mean, -torch.inf).amax(1, keepdim=True)
+    low = torch.where(content, mean, number(torch.inf, device)).amin(1, keepdim=True)
+    high = torch.where(content, mean, number(-torch.inf, device)).amax(1, keepdim=True)
     spread = high - low
-    normalised = torch.where(spread > 0, (mean - low) / spread, 0.5)
-    return torch.where(content, normalised, 0.0)
+    normalised = torch.where(spread > 0, (mean - low) / spread, number(0.5, device))
+    return normalised * content

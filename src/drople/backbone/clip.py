@@ -35,16 +35,16 @@ LayerWeights = Mapping[int, Weights]
 class Sentences:
     """K token sequences ready for the text tower, with places for prompts.
 
-    `base` [K, L, D] holds what is frozen (words and positions, computed once), `position` [L, D] what
-    is added to prompts of layer 0, `slots` [K, L, M] where prompt m enters.
+    `base` [K, L, D] holds what is frozen (words and positions, computed once; at a prompt's place its position
+    alone), `slots` [K, L, M] where prompt m enters.
     """
 
     base: Tensor
-    position: Tensor
     anchor: Tensor
     real: Tensor
     words: Tensor  # tokens of the class name: never targets in the released code
     slots: Tensor | None
+    ids: Tensor  # [K, L], the tokens' numbers in the vocabulary
     numbers: Tensor  # [K], which of the classes these are
     first: int = 0  # how many were encoded before these, where they are a part
     lengths: tuple[int, ...] | None = None  # of each sentence, where they may be grouped by it
@@ -60,11 +60,11 @@ class Sentences:
         return replace(
             self,
             base=self.base[which, :length],
-            position=self.position[:length],
             anchor=self.anchor[which],
             real=self.real[which, :length],
             words=self.words[which, :length],
             slots=None if self.slots is None else self.slots[which, :length],
+            ids=self.ids[which, :length],
             numbers=self.numbers[which],
             first=self.first + before,
             lengths=None,
@@ -100,16 +100,17 @@ class Sentences:
             real=self.real.repeat(times, 1),
             words=self.words.repeat(times, 1),
             slots=None if self.slots is None else self.slots.repeat(times, 1, 1),
+            ids=self.ids.repeat(times, 1),
             numbers=torch.arange(times * len(self), device=self.numbers.device),
             lengths=None,
         )
 
     def tokens(self, prompts: Tensor | None, class_words_drop: bool) -> Tokens:
         """The sequence that layer 0 sees."""
-        states, slots, entered = self.base, None, None
+        states, slots, stays = self.base, None, None
         if prompts is not None and self.slots is not None:
-            slots, entered = self.slots.to(states.dtype), self.slots.any(-1, keepdim=True)
-            states = torch.where(entered, slots @ prompts[0] + self.position, states)
+            slots, stays = self._entrances
+            states = states + slots @ prompts[0]
         target = self.real & (places(self.real.shape[1], self.real.device) != self.anchor[:, None])
         if not class_words_drop:
             target = target & ~self.words
@@ -121,8 +122,15 @@ class Sentences:
             numbers=self.numbers,
             first=self.first,
             slots=slots,
-            entered=entered,
+            stays=stays,
         )
+
+    @cached_property
+    def _entrances(self) -> tuple[Tensor, Tensor]:
+        """The slots as numbers, and 1 where no prompt enters."""
+        assert self.slots is not None
+        slots, stays = self.slots, ~self.slots.any(-1, keepdim=True)
+        return slots.to(self.base.dtype), stays.to(self.base.dtype)
 
 
 def group_cuts(lengths: Sequence[int], worth: int) -> list[int]:
@@ -244,15 +252,16 @@ class Backbone:
         real = torch.arange(longest) <= anchor[:, None]
         device, embeddings = self.device, self.model.text_model.embeddings
         with torch.no_grad():
-            base = embeddings(input_ids=table.to(device))
             position = embeddings.position_embedding.weight[:longest]
+            table, entered = table.to(device), slots.any(-1, keepdim=True).to(device)
+            base = torch.where(entered, position, embeddings(input_ids=table))
         return Sentences(
             base=base,
-            position=position.clone(),
             anchor=anchor.to(device),
             real=real.to(device),
             words=words.to(device),
             slots=slots.to(device) if prompts else None,
+            ids=table,
             numbers=torch.arange(count, device=device),
             lengths=tuple(lengths),
         )
@@ -333,14 +342,14 @@ class Backbone:
         with torch.no_grad():
             states = tower.embeddings(pixels.to(self.dtype))
         count, frozen = states.shape[:2]
-        slots = entered = None
+        slots = stays = None
         if prompts is not None:
             prompts = prompts.to(self.dtype)
             length = prompts.shape[1]
             # Without positions and before the first layer norm, as MaPLe and PromptSRC place them.
             states = torch.cat([states, prompts[0].expand(count, -1, -1)], dim=1)
             slots = F.pad(itself(length, self.device), (0, 0, frozen, 0)).to(self.dtype)
-            entered = places(frozen + length, self.device)[:, None] >= frozen
+            stays = (places(frozen + length, self.device)[:, None] < frozen).to(self.dtype)
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=self.device)
         target = real.clone()
         target[:, 0] = False
@@ -350,7 +359,7 @@ class Backbone:
             real=real,
             target=target,
             slots=slots,
-            entered=entered,
+            stays=stays,
         )
         tokens = walk(
             self.vision,

@@ -47,7 +47,7 @@ class Layer:
         watch: Watch | None = None,
         weights: Weights | None = None,
     ) -> Tensor:
-        """The states [N, L, D] that leave the layer; `mask` is True where a token may look."""
+        """The states [N, L, D] that leave the layer; `mask` is added to the logits of attention."""
         own = weights or {}
         joined = F.linear(self.module.layer_norm1(states), self._joined(own), self.bias)
         query, key, value = (self._heads(part) for part in joined.chunk(3, -1))

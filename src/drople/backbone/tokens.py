@@ -34,6 +34,13 @@ def earlier(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def number(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A number that is there already: `torch.where` writes a Python one to the device at every call."""
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class Tokens:
     """N sequences of L tokens. Every mask is [N, L]."""
@@ -46,7 +53,7 @@ class Tokens:
     first: int = 0  # how many sequences were walked before these, where classes come in parts
     padded: bool = False  # padding that attention could see: only after tokens were removed
     slots: Tensor | None = None  # [N, L, M], or [L, M] for all: one-hot, which prompt of a layer enters where
-    entered: Tensor | None = None  # [N, L, 1] or [L, 1]: where any does
+    stays: Tensor | None = None  # [N, L, 1] or [L, 1]: 1 where none does, 0 where one does
     hidden: Tensor | None = None  # as keys, hidden from the others in the next layer
     chosen: Tensor | None = None  # drawn at an earlier layer, where layers share one draw
     probability: Tensor | None = None  # with which they were drawn
@@ -66,9 +73,9 @@ class Tokens:
         A product with a one-hot matrix rather than an index: its gradient is a matrix product too, so
         it is fast and the same bytes every time.
         """
-        if self.slots is None or self.entered is None:
+        if self.slots is None or self.stays is None:
             return self
-        return replace(self, states=torch.where(self.entered, self.slots @ prompts, self.states))
+        return replace(self, states=torch.addcmul(self.slots @ prompts, self.states, self.stays))
 
     def keep(self, kept: Tensor) -> "Tokens":
         """Only the tokens of the mask `kept`, moved together in order and padded on the right."""
@@ -87,7 +94,7 @@ class Tokens:
             real=pick(self.real) & still_there,
             target=pick(self.target) & still_there,
             slots=_moved(self.slots, order),
-            entered=_moved(self.entered, order),
+            stays=_moved(self.stays, order),
             hidden=None if self.hidden is None else pick(self.hidden),
             chosen=None if self.chosen is None else pick(self.chosen) & still_there,
             probability=None if self.probability is None else pick(self.probability),
@@ -101,19 +108,23 @@ class Tokens:
         return self.real & ~self.hidden if self.padded else ~self.hidden
 
     def visible(self, causal: bool) -> Tensor | None:
-        """The attention mask [N, 1, L, L] (True: may look), or None where the plain one serves.
+        """What attention adds to its logits [N, 1, L, L] (0: may look, -inf: may not), or None where the plain
+        mask serves. Right padding needs none in a causal tower: no real token can see it.
 
-        Right padding needs no mask in a causal tower: no real token can see it.
+        A number a pair, and rows that begin at multiples of 8, because fused attention would make both of a
+        mask of booleans, at every layer.
         """
         if self.hidden is None and (causal or not self.padded):
             return None
-        keys = self._keys
+        keys, dtype, device = self._keys, self.states.dtype, self.states.device
         assert keys is not None
-        length = keys.shape[1]
-        mask = keys[:, None, :] | itself(length, keys.device)
+        count, length = keys.shape
+        mask = keys[:, None, :] | itself(length, device)
         if causal:
-            mask = mask & earlier(length, keys.device)
-        return mask[:, None]
+            mask = mask & earlier(length, device)
+        room = torch.empty(count, length, -(-length // 8) * 8, dtype=dtype, device=device)[..., :length]
+        torch.where(mask, number(0.0, device, dtype), number(-torch.inf, device, dtype), out=room)
+        return room[:, None]
 
     def only_global(self, states: Tensor) -> "Tokens":
         """What is left where only the global token of each sequence is, with these states [N, 1, D]."""

@@ -49,9 +49,11 @@ def walk(
     `tokens`. `weights` stands in for named weights of a layer (LoRA) without touching the frozen ones.
     `adapt` adds to what a layer gives, beside it, before tokens drop.
     """
+    # At once: each index of its own would fill a gradient of zeros.
+    entering = () if prompts is None else prompts.unbind()
     for i, layer in enumerate(layers):
-        if prompts is not None and 0 < i < len(prompts):
-            tokens = tokens.enter(prompts[i])
+        if 0 < i < len(entering):
+            tokens = tokens.enter(entering[i])
         own, before = (weights or {}).get(i), tokens.states
         if i == len(layers) - 1 and not (dropout and dropout.reaches(i)):
             which = places(len(before), before.device), tokens.anchor

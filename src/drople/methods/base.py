@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from drople.backbone import Backbone
 from drople.backbone.clip import LayerWeights
 from drople.backbone.walk import Adapt
+from drople.cuda_graph import Branch
 from drople.losses import cross_entropy
 from drople.regulariser import Branches, Progress, Regulariser
 from drople.sharding import shared_out
@@ -222,9 +223,12 @@ class TowerMethod(Method):
             text = self.regulariser.dropout("text", rows=batch.labels)
             self.regulariser.attribute(vision, text, partial(self._best_logits, batch.images))
             dropouts = vision, text
-        images = self._encode_images(batch.images, vision)
+        # The towers know nothing of each other until their features meet: on a GPU they run side by side.
+        with Branch(batch.images.device) as branch:
+            images = self._encode_images(batch.images, vision)
         encode = partial(self._encode_text, dropout=text)
         classes = shared_out(encode, self._sentences, text) if self.shard_classes else encode(self._sentences)
+        branch.join([images] if vision is None else [images, *vision.tensors()])
         return Branches(
             images=images,
             classes=classes,
