@@ -132,14 +132,22 @@ class Answer:
 
 
 class Command:
-    """`drople ARGUMENTS` in a fresh process, forked from a server that has imported everything."""
+    """`drople ARGUMENTS` in a fresh process, forked from a server that has imported everything.
 
-    def __init__(self, *arguments: object, environment: dict[str, str] | None = None) -> None:
+    Another `main` than drople's own gets the arguments where one is given.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        main: Callable[[list[str]], object] | None = None,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=_spool()))
         context = _server()
         texts = [str(a) for a in arguments]
         self.process: BaseProcess = context.Process(
-            target=_child, args=(texts, str(self._folder), environment or {})
+            target=_child, args=(texts, str(self._folder), environment or {}, main)
         )
         self.process.start()
 
@@ -170,6 +178,8 @@ def ranks(world: int) -> list[dict[str, str]]:
     """What a launcher tells each of some processes that train together."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    # As torchrun says it: where it is not said, accelerate takes the machine's cores, whoever else is at work.
+    shared["OMP_NUM_THREADS"] = "1"
     return [{**shared, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world)]
 
 
@@ -206,7 +216,12 @@ def _server() -> Any:
     return context
 
 
-def _child(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+def _child(
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    main: Callable[[list[str]], object] | None,
+) -> None:
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         target = os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -215,10 +230,10 @@ def _child(arguments: list[str], folder: str, environment: dict[str, str]) -> No
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     torch.set_num_threads(1)
-    from drople.cli import main
+    from drople.cli import main as drople_main
 
     try:
-        main(arguments)
+        (main or drople_main)(arguments)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

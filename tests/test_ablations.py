@@ -149,7 +149,7 @@ def test_every_row_trains_and_stands_in_the_table(ablation: str, four: Path, tmp
 def test_what_is_set_for_all_rows_is_said_and_what_a_row_sets_stays(four: Path) -> None:
     runs = runs_of("range", four, options={"epochs": 1, "lr": "0.01", "p_max": "0.9"}, post_hoc="gla")
     assert [run.options["p_max"] for run in runs] == [0.4, 0.45, 0.5, 0.7]
-    assert all(run.options["lr"] == "0.01" for run in runs)
+    assert all(run.options["lr"] == 0.01 for run in runs)
     assert runs[0].label == "range 0-40 (lr=0.01, p_max=0.9)+gla"
 
 

@@ -71,6 +71,10 @@ def test_a_benchmark_prints_its_table_and_goes_on_another_time(data: Path, tmp_p
     again = drople(*arguments, environment=COLUMNS)
     assert again.out == first.out and again.err.count("(was there)") == 2
     assert contents(tmp_path / "records", list(kept)) == kept
+    # The same run in other words is the same run.
+    at = arguments.index("--epochs")
+    reworded = drople(*arguments[:at], "--set", "epochs=1", *arguments[at + 2 :], environment=COLUMNS)
+    assert reworded.out == first.out and reworded.err.count("(was there)") == 2
     # Two more methods: what is there is not trained again.
     more = drople(*arguments, "--methods", "zero-shot", "coop", environment=COLUMNS)
     assert more.err.count("(was there)") == 1 and len(records(tmp_path / "records")) == 3

@@ -264,8 +264,8 @@ def test_candidates_drop_with_q_and_no_others() -> None:
         dropout.record = True
     # The tiny text tower has three layers, and all drop: after the last there is no attention.
     assert [len(vision.candidates), len(text.candidates)] == [4 - 1, 3 - 1]
-    method._encode_images(images, vision)
-    method._encode_text(method._sentences, text)
+    method.encode_images(images, vision)
+    method.encode_text(method._sentences, text)
     for dropout in (vision, text):
         for seen in dropout.seen:
             candidates = dropout.candidates.get((seen.layer, 0))
@@ -274,7 +274,7 @@ def test_candidates_drop_with_q_and_no_others() -> None:
             )
     method.regulariser.strength.fill_(0.25)
     vision.seen.clear()
-    method._encode_images(images, vision)
+    method.encode_images(images, vision)
     assert set(vision.seen[0].probability.unique().tolist()) == {0.0, 0.25}
 
 

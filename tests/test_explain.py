@@ -156,7 +156,7 @@ def test_gradcam_of_other_classes_than_the_run_s(tiny: PromptLearner) -> None:
     torch.testing.assert_close(heat, turned, atol=1e-5, rtol=1e-4)
 
 
-METHODS = ("zero-shot", "cocoop", "mma", "clip-lora", "tip-adapter-f", "linear-probe", "tcp+drople")
+METHODS = ("zero-shot", "cocoop", "mma", "clip-lora", "tip-adapter-f", "linear-probe", "gallop", "tcp+drople")
 
 
 @pytest.mark.parametrize("method", METHODS)

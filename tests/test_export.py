@@ -187,7 +187,7 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
     assert b".py" not in text and b"site-packages" not in text
 
 
-@pytest.mark.parametrize("method", ["clip-lora", "mma", "tip-adapter-f", "linear-probe", "maple"])
+@pytest.mark.parametrize("method", ["clip-lora", "mma", "tip-adapter-f", "linear-probe", "maple", "gallop"])
 def test_methods_of_every_kind_can_be_traced(data: Path, method: str) -> None:
     learner = trained(data, method)
     images = [np.asarray(picture(c, 7).crop((0, 0, 32, 32))) for c in ("red", "green", "blue")]

@@ -18,7 +18,9 @@ from drople.data.dataset import load_data
 from drople.data.shots import few_shot, only_classes
 from drople.learner import PromptLearner
 from drople.losses import class_log_prior, cross_entropy
-from drople.metrics import accuracy
+from drople.methods import REGISTRY, Batch, Progress, Task, make, takes_prior
+from drople.methods.base import TrainingData
+from drople.metrics import accuracy, ece
 from drople.protocols import Run, execute, find_data, long_tailed
 
 PULL = 1e-3
@@ -247,13 +249,42 @@ def test_the_prior_is_subtracted_where_it_was_learned_and_nowhere_else(
         "removed by the loss": ("coop", "logit_adjusted", False),
         "never learned": ("zero-shot", "cross_entropy", False),
         "no loss to remove it": ("tip-adapter", "logit_adjusted", True),
+        "a ranking has no place for it": ("lfa", "compensated", True),
+        "nor has a contrast of images": ("dac-v", "logit_adjusted", True),
+        "the text's cross-entropy has": ("dac-vt", "logit_adjusted", False),
     }
     for name, (method, loss, subtracted) in cases.items():
         priors.clear()
         run = replace(tail(data, post_hoc="gla", options={"epochs": 1, "loss": loss}), method=method)
         record = execute(run, Path("."), tmp_path / name)
         assert record["status"] == "done", record["error"]
-        assert [prior is not None for prior in priors] == [subtracted], name
+        assert len(priors) == 2, "of validation and of test images"
+        assert all((prior is not None) == subtracted for prior in priors), name
+
+
+@pytest.mark.parametrize("name", [*REGISTRY, "tip-adapter+drople", "dac-v+drople", "dac-vt+drople"])
+def test_a_method_takes_the_prior_where_it_changes_its_losses(name: str) -> None:
+    """What a method says of itself, held against its training step, for every method there is."""
+    backbone = Backbone.load(tiny_checkpoint())
+    method = make(name, backbone, Task(("red", "green", "blue"), ("a photo of a {}.",)), {})
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    images = torch.randint(256, (6, 3, 36, 36), dtype=torch.uint8, generator=generator)
+    frozen = torch.randn(6, backbone.embed_dim, generator=generator)
+    if not method.trainable:
+        assert not takes_prior(method)
+        return
+    method.prepare(TrainingData(images, labels, frozen))
+    method.train()
+    method.advance(Progress(0, 10, 0, 5))
+    side = backbone.pixels.size
+    batch = Batch(torch.randn(6, 3, side, side, generator=generator), labels, frozen)
+    totals = []
+    for prior in (None, class_log_prior(labels, 3).float()):
+        method.log_prior = prior
+        torch.manual_seed(0)
+        totals.append(sum(float(loss.detach()) for loss in method(batch).values()))
+    assert (totals[0] != totals[1]) == takes_prior(method)
 
 
 def test_gla_reaches_every_part_whose_classes_were_trained_on(data: Path, tmp_path: Path) -> None:
@@ -264,6 +295,49 @@ def test_gla_reaches_every_part_whose_classes_were_trained_on(data: Path, tmp_pa
     adjusted = execute(replace(run, post_hoc="gla"), Path("."), tmp_path / "gla")
     assert plain["results"]["test"]["ece_uncalibrated"] != adjusted["results"]["test"]["ece_uncalibrated"]
     assert adjusted["label"] == "coop+gla"
+
+
+def test_the_temperature_is_that_of_the_adjusted_logits_of_the_validation_images(
+    data: Path, tmp_path: Path
+) -> None:
+    """Calibrated by hand: the temperature, by trying many, of the formula's logits of validation images."""
+    run = tail(data, post_hoc="gla")
+    base = execute(run, Path("."), tmp_path / "work")["results"]["base"]
+    images, _ = find_data(run.dataset, Path("."))
+    train, _ = long_tailed(images, run, Path("."))
+    learner = PromptLearner.load(tmp_path / "work")
+    few = torch.tensor([e.label for e in train.train])
+    prior = class_log_prior(few, len(train.classes))
+    bias = slow_bias(learner.zero_shot_logits([e.image for e in train.train])[0], few, prior)
+    logits, labels = {}, {}
+    for part, examples in {"val": train.val, "test": only_classes(images, [0, 1]).test}.items():
+        sources = [e.image for e in examples]
+        both = learner.logits(sources)[0] + learner.zero_shot_logits(sources)[0]
+        logits[part] = both.double() - prior - bias
+        labels[part] = torch.tensor([e.label for e in examples])
+    tried = [1.02**n for n in range(-200, 200)]
+    costs = [cross_entropy(logits["val"] / t, labels["val"]).item() for t in tried]
+    best = tried[costs.index(min(costs))]
+    assert abs(math.log(best / learner.temperature_)) > 0.1, "too near the temperature without GLA to tell"
+
+    def error(temperature: float) -> float:
+        return ece((logits["test"] / temperature).softmax(1), labels["test"])
+
+    near = [error(step * best) for step in (0.98, 0.99, 1, 1.01, 1.02)]
+    low, high = min(near) - 1e-3, max(near) + 1e-3
+    assert low <= base["ece"] <= high
+    assert not low <= error(learner.temperature_) <= high
+    assert base["ece_uncalibrated"] == pytest.approx(error(1), abs=1e-3)
+
+
+def test_without_validation_images_adjusted_logits_stay_as_they_are(tmp_path: Path) -> None:
+    folder = splits(tmp_path / "data", tuple(COLOURS), 4)
+    for file in (folder / "val").rglob("*.png"):
+        file.write_bytes(b"no image")  # of a folder that is not there a part of the training images is made
+    record = execute(tail(folder, post_hoc="gla"), Path("."), tmp_path / "work")
+    assert record["status"] == "done", record["error"]
+    base = record["results"]["base"]
+    assert base["ece"] == pytest.approx(base["ece_uncalibrated"])
 
 
 def test_another_post_hoc_method_is_refused(data: Path, tmp_path: Path) -> None:

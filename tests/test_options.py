@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drople.errors import DropleError
-from drople.options import build, check_range, convert, names, option
+from drople.options import build, check_range, convert, names, option, typed
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ def test_text_is_read_as_what_the_option_is() -> None:
     assert build(Options, {"count": 4.0, "share": 1}) == Options(count=4, share=1.0)
     assert build(Options, {}) == Options()
     assert names(Options)[:2] == ["count", "share"]
+
+
+def test_values_are_as_the_option_holds_them_and_mistakes_stay() -> None:
+    text = {"count": "7", "share": "0.50", "flag": "yes", "list": "a,b", "maybe": "none"}
+    values = {"count": 7, "share": 0.5, "flag": True, "list": ("a", "b"), "maybe": None}
+    assert typed(text, Options) == typed(values, Options) == values
+    assert list(typed(text, Options)) == list(text)
+    wrong = {"count": "0", "share": "nan", "kind": "onee", "other": "1"}
+    assert typed(wrong, Options) == wrong
+    assert repr(typed({"share": 1, "other": 1}, Options)) == "{'share': 1.0, 'other': 1}"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import RUN_FILES, free_port, in_processes, splits, tiny_checkpoint
+from checkpoints import RUN_FILES, Command, free_port, in_processes, splits, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import main as torchrun
 
 from drople.backbone import Backbone
+from drople.cli import main
 from drople.methods import Task, make
 from drople.methods.base import TrainingData
 from drople.training import Training, TrainingOptions
@@ -37,10 +39,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 PLAIN = {"augmentation": "none", "batch_size": 5, "lr": 0.01}
 
 
-def new_training(checkpoint: Path, case: str, folder: Path | None = None, **options: Any) -> Training:
+@functools.cache
+def own_backbone(checkpoint: Path, chunks: bool) -> Backbone:
+    """Loaded once in each process; in `chunks`: one class at a time, recomputed for the gradient."""
     backbone = Backbone.load(checkpoint)
-    if case == "chunks":
-        backbone.activation_bytes = 1  # one class at a time, recomputed for the gradient
+    if chunks:
+        backbone.activation_bytes = 1
+    return backbone
+
+
+def new_training(checkpoint: Path, case: str, folder: Path | None = None, **options: Any) -> Training:
+    backbone = own_backbone(checkpoint, chunks=case == "chunks")
     method, own = CASES[case]
     torch.manual_seed(0)
     made = make(method, backbone, Task(WORDS, ("a photo of a {}.",)), own)
@@ -164,18 +173,12 @@ def test_resumed_by_another_number_of_processes(first: int, then: int, tmp_path:
 # As a user does it ---------------------------------------------------------------------------------
 
 
-def launch(*arguments: object) -> "subprocess.Popen[str]":
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    launcher += ["--master-port", str(free_port()), "-m", "drople"]
+def launch(*arguments: object) -> Command:
+    """torchrun, in a process that need not import torch first; those that it starts do."""
+    launcher = ("--nproc-per-node", 2, "--master-port", free_port(), "-m", "drople")
     paths = os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen(
-        [*launcher, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return Command(*launcher, *arguments, environment=environment, main=torchrun)
 
 
 @pytest.fixture(scope="module")
@@ -185,34 +188,48 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_torchrun_trains_one_run_and_one_process_speaks(data: Path, tmp_path: Path) -> None:
     settings = ("--backbone", tiny_checkpoint(), "--epochs", 3, "--set", "shard_classes=true", "--json")
-    run = launch("fit", data, "--out", tmp_path / "run", *settings)
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 0, err
-    assert json.loads(out)["evaluation"]["images"] == 18, "one answer, of every image once"
-    assert err.count("class 'red' has only 6") == 1
-    noise = [line for line in err.splitlines() if not line.startswith("note: ")]
+    answer = launch("fit", data, "--out", tmp_path / "run", *settings).wait()
+    assert answer.code == 0, answer.err
+    assert answer.json["evaluation"]["images"] == 18, "one answer, of every image once"
+    assert answer.err.count("class 'red' has only 6") == 1
+    noise = [line for line in answer.err.splitlines() if not line.startswith("note: ")]
     assert not noise, noise
     assert {p.name for p in (tmp_path / "run").iterdir()} == set(RUN_FILES)
 
 
+def torchrun_forking(arguments: list[str]) -> None:
+    """What torchrun does, but its processes are forked: they need not import torch first."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, one_rank)(arguments)
+
+
+def one_rank(arguments: list[str]) -> None:
+    folder = Path(arguments[arguments.index("--out") + 1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"pid-of-{os.environ['RANK']}").write_text(str(os.getpid()), "utf-8")
+    main(arguments)
+
+
 def test_when_one_process_dies_all_end_and_say_what_to_do(data: Path, tmp_path: Path) -> None:
     arguments = ("fit", data, "--out", tmp_path / "run", "--backbone", tiny_checkpoint(), "--epochs", 100_000)
-    run = launch(*arguments)
+    run = Command(*arguments, environment={"OMP_NUM_THREADS": "1"}, main=torchrun_forking)
     try:
         end = time.monotonic() + 100
         while not (tmp_path / "run/checkpoint.safetensors").exists():
-            assert run.poll() is None and time.monotonic() < end
+            assert run.process.is_alive() and time.monotonic() < end
             time.sleep(0.05)
-        os.kill(process_of_rank(run.pid, 1), signal.SIGKILL)
-        _, err = run.communicate(timeout=60)
+        os.kill(int((tmp_path / "run/pid-of-1").read_text("utf-8")), signal.SIGKILL)
+        answer = run.wait(60)
     finally:
-        run.kill()
-    assert run.returncode != 0
-    assert "drople: process 0 of 2 cannot reach the others" in err and "--resume" in err
-
-
-def process_of_rank(launcher: int, rank: int) -> int:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    wanted = f"RANK={rank}".encode()
-    (found,) = [n for n in children if wanted in Path(f"/proc/{n}/environ").read_bytes().split(b"\0")]
-    return int(found)
+        run.process.kill()
+    assert answer.code != 0
+    assert "drople: process 0 of 2 cannot reach the others" in answer.err and "--resume" in answer.err

@@ -1,6 +1,7 @@
 """The five protocols on small image trees, and the record of each run."""
 
 import json
+import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -322,6 +323,51 @@ def test_names_of_the_catalog_have_one_spelling() -> None:
     given = plan("domain-shift", ["imagenet"], ["coop"], [1], targets=["ImageNet-A"])[0]
     assert given.targets == ("imagenet_a",)
     assert plan("few-shot", ["x/y/"], ["coop"], [1]) == plan("few-shot", ["x/y"], ["coop"], [1])
+
+
+def test_an_option_has_one_spelling() -> None:
+    text = {"epochs": "1", "p_max": "0.40", "lr": "1e-2", "scores": "self, class", "class_words_drop": "no"}
+    values = {"epochs": 1, "p_max": 0.4, "lr": 0.01, "scores": ("self", "class"), "class_words_drop": False}
+    (spelled,), (given,) = (plan("few-shot", ["a"], ["drople"], [1], [2], options=o) for o in (text, values))
+    assert spelled == given and spelled.key == given.key and dict(given.options) == values
+    assert given.label == "drople (class_words_drop=false, lr=0.01, p_max=0.4, scores=self,class)"
+    rows = [plan("few-shot", ["a"], [], [1], [2], ablation="range", options=o) for o in (text, values)]
+    assert [run.path for run in rows[0]] == [run.path for run in rows[1]]
+    # A mistake stays what it was, and its run fails by itself: other methods may have the option.
+    wrong = {"epochs": "many", "p_maxx": "1", "lr": "nan"}
+    runs = plan("few-shot", ["a"], ["drople", "no-method"], [1], [2], options=wrong)
+    assert [dict(run.options) for run in runs] == [wrong, wrong]
+    (other,) = plan("few-shot", ["a"], ["coop"], [1], [2], options={"p_max": "0.40"})
+    assert other.options == {"p_max": "0.40"}, "coop has none"
+
+
+def test_the_records_behind_the_docs_are_found_again() -> None:
+    """Planned anew from what they say of themselves, with options as a command line gives them."""
+    file = Path(__file__).parent.parent / "benchmarks" / "records.tar.gz"
+    if not file.exists():
+        pytest.skip("the records of docs/results.md are not here")
+    found = 0
+    with tarfile.open(file) as tar:
+        for member in tar:
+            if not member.name.endswith(".json"):
+                continue
+            record = json.load(tar.extractfile(member))  # type: ignore[arg-type]
+            of_source = record["protocol"] == "cross-dataset"
+            (run,) = plan(
+                record["protocol"],
+                record["targets"] if of_source else [record["dataset"]],
+                [record["method"]],
+                [record["seed"]],
+                [record["shots"]],
+                source=record["dataset"] if of_source else None,
+                targets=() if of_source else record["targets"],
+                ratio=record["ratio"] or 10.0,
+                options={name: str(value) for name, value in record["options"].items()},
+                **{name: record[name] for name in ("backbone", "preset", "precision", "post_hoc")},
+            )
+            assert run.key == record["key"] and member.name.endswith(run.path.as_posix())
+            found += 1
+    assert found > 900
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

@@ -20,6 +20,7 @@ import pytest
 from checkpoints import COLOURS, Answer, Command, _server, drople, own_folder, splits, tiny_checkpoint
 
 from drople import sweep as sweeping
+from drople.cli import main
 from drople.errors import DropleError
 from drople.progress import Quiet, Update
 from drople.protocols import plan
@@ -90,6 +91,15 @@ def kill_inside_a_run(scratch: Path, workers: Callable[[], set[int]]) -> None:
     raise AssertionError("no worker was killed inside a run")
 
 
+def with_forked_workers(arguments: list[str]) -> None:
+    """`drople` whose Dask forks its workers from a server that has imported everything, as commands are forked
+    here: importing torch anew, three times, would take most of the time of a test."""
+    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    # Dask says what its server imports when it is asked for it first, and never again.
+    distributed.utils.get_mp_context().set_forkserver_preload(["distributed", "drople.protocols"])
+    main(arguments)
+
+
 # Workers that die ----------------------------------------------------------------------------------
 
 
@@ -97,7 +107,8 @@ def test_the_runs_of_a_killed_worker_move_to_another(
     data: Path, undisturbed: tuple[Path, Answer], tmp_path: Path
 ) -> None:
     out = tmp_path / "records"
-    command = Command(*settings(data, 1, 2, 3), "--cluster", "local:2", "--out", out, environment=COLUMNS)
+    given = (*settings(data, 1, 2, 3), "--cluster", "local:2", "--out", out)
+    command = Command(*given, environment=COLUMNS, main=with_forked_workers)
     scratch = Path(dask.config.get("temporary-directory", None) or tempfile.gettempdir())
     client = psutil.Process(command.process.pid)
     kill_inside_a_run(scratch, lambda: {process.pid for process in client.children(recursive=True)})

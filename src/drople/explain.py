@@ -129,7 +129,7 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
         return {}
     side = learner.backbone_.patch_grid
     with torch.random.fork_rng():
-        learner.method_._encode_images(images, dropout)
+        learner.method_.encode_images(images, dropout)
     found: dict[str, list[Tensor]] = {}
     for seen in dropout.seen:
         for name, value in _named(dropout, seen).items():
@@ -145,7 +145,7 @@ def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
         return ()
     sentences = method.sentences([words])
     with torch.random.fork_rng():
-        method._encode_text(sentences, dropout)
+        method.encode_text(sentences, dropout)
     if not dropout.seen:
         return ()
     end = int(sentences.anchor[0])

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,14 @@ CONFIG_FIELDS: dict[str, type] = {
     "samples": list,
     "precision": str,
 }
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """What a post-hoc method makes of the learned and the zero-shot logits, and the temperature of that."""
+
+    adjust: Callable[[Tensor, Tensor], Tensor]
+    temperature: float
 
 
 class PromptLearner:
@@ -357,7 +365,7 @@ class PromptLearner:
         zero_shot: bool = True,
         classnames: Mapping[str, str] | str | Path | None = None,
         choices: Literal["auto", "data"] = "auto",
-        adjust: Callable[[Tensor, Tensor], Tensor] | None = None,
+        adjustment: Adjustment | None = None,
     ) -> dict[str, Any]:
         """Accuracy, calibration, per class and confusion on a split: `test` where the data has one,
         else every image that training did not use.
@@ -365,7 +373,7 @@ class PromptLearner:
         Classes the run never saw are taken as they are: prompts learned on some classes serve others. The
         classes to choose from are the run's where it knows all of the data's, else (or with
         `choices="data"`) the data's.
-        `adjust` makes the final logits from the learned and the zero-shot ones (post-hoc methods).
+        An `adjustment` makes other logits of the learned and the zero-shot ones (post-hoc methods).
         """
         self._check_fitted()
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
@@ -375,15 +383,16 @@ class PromptLearner:
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
         labels = [known[images.classes[e.label]] if ours else e.label for e in examples]
         sources = [e.image for e in examples]
-        views = [_learned(words)] + ([_zero_shot(words)] if zero_shot or adjust else [])
+        views = [_learned(words)] + ([_zero_shot(words)] if zero_shot or adjustment else [])
         logits, good, bad = self._all_logits(sources, views, f"evaluating {name}")
         self._say_bad(bad)
         if not good:
             raise DropleError(f"none of the {len(sources)} images of {name} can be read: see the list above.")
         truth = torch.tensor([labels[i] for i in good])
-        if adjust is not None:
-            logits[0] = adjust(logits[0], logits[1])
-        result = metrics.evaluate(logits[0] / self.temperature_, truth, classes)
+        temperature = self.temperature_
+        if adjustment is not None:
+            logits[0], temperature = adjustment.adjust(logits[0], logits[1]), adjustment.temperature
+        result = metrics.evaluate(logits[0] / temperature, truth, classes)
         extra: dict[str, Any] = {"split": name, "images": len(good), "skipped": [str(b.source) for b in bad]}
         extra["ece_uncalibrated"] = metrics.ece(logits[0].softmax(-1), truth)
         if zero_shot:

@@ -1,5 +1,6 @@
 """Options of methods: frozen dataclasses whose fields carry their help, checked when they are built."""
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -34,6 +35,17 @@ def build(kind: type[T], given: Mapping[str, Any]) -> T:
         if isinstance(values[name], int | float) and not isinstance(values[name], bool):
             check_range(name, values[name], low, high)
     return kind(**values)
+
+
+def typed(given: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
+    """The values as these dataclasses hold them, so that what means the same is the same, text or not; what
+    they would refuse stays as it is."""
+    owners = {name: kind for kind in kinds for name in names(kind)}
+    values = dict(given)
+    for name in values.keys() & owners.keys():
+        with contextlib.suppress(DropleError):
+            values[name] = getattr(build(owners[name], {name: values[name]}), name)
+    return values
 
 
 def check_range(name: str, value: float, low: float | None = None, high: float | None = None) -> None:

@@ -23,22 +23,26 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from drople import __version__, gla
 from drople.ablations import ABLATIONS, AblationRow
 from drople.backbone import Backbone
 from drople.data.catalog import find as find_dataset
 from drople.data.catalog import is_known
-from drople.data.dataset import ImageData
+from drople.data.dataset import Example, ImageData
 from drople.data.images import remember
 from drople.data.layouts import resolve
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
 from drople.errors import DropleError, unknown
-from drople.learner import PromptLearner, file_name
+from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
-from drople.metrics import harmonic_mean
+from drople.methods import option_groups, takes_prior
+from drople.metrics import fit_temperature, harmonic_mean
+from drople.options import typed
 from drople.progress import Progress, Quiet
 from drople.records import read_json, write_json
+from drople.training import TrainingOptions
 
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
@@ -92,9 +96,18 @@ class Run:
 
 def described(name: str, preset: str | None, options: Mapping[str, Any]) -> str:
     """A name, and in brackets what was changed; not the epochs, which are a matter of time."""
-    changed = [f"{option}={value}" for option, value in sorted(options.items()) if option != "epochs"]
+    changed = [
+        f"{option}={_written(value)}" for option, value in sorted(options.items()) if option != "epochs"
+    ]
     inside = ", ".join(([] if preset is None else [preset]) + changed)
     return name + (f" ({inside})" if inside else "")
+
+
+def _written(value: Any) -> str:
+    """The value of an option as a command line gives it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(_written, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 # A test: the name of the part, its data and the split. The data's own classes are the choices.
@@ -215,7 +228,7 @@ def plan(
     if targets and protocol != "domain-shift":
         raise DropleError(f"--targets is for domain-shift: {protocol} tests on --datasets.")
     rows = [AblationRow("", method) for method in methods] if ablation is None else ABLATIONS[ablation]
-    given = dict(options or {})
+    given = {row.method: _typed(row.method, options or {}) for row in rows}
     names, targets = [_name(d) for d in datasets], [_name(d) for d in targets]
     if protocol == "cross-dataset":
         if source is None:
@@ -240,8 +253,8 @@ def plan(
             seed,
             number,
             preset=preset,
-            options={**given, **row.options},
-            row=described(row.label, preset, given) if row.label else None,
+            options={**given[row.method], **row.options},
+            row=described(row.label, preset, given[row.method]) if row.label else None,
             ratio=ratio if protocol == "long-tail" else None,
             targets=tuple(
                 targets or (IMAGENET_VARIANTS if (protocol, dataset) == ("domain-shift", "imagenet") else ())
@@ -253,6 +266,15 @@ def plan(
         for number in numbers
         for row in rows
     ]
+
+
+def _typed(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling for each option, so that a run has one key; a mistake is left for its record to tell."""
+    try:
+        kinds = option_groups(method).values()
+    except DropleError:
+        return dict(options)
+    return typed(options, *kinds, TrainingOptions)
 
 
 def _name(dataset: str) -> str:
@@ -328,8 +350,8 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
     post_hoc = _post_hoc(run, learner, train)
     for part, images, split in tests:
         # Of classes that were not trained on no frequency is known, so they stay as they are.
-        adjust = post_hoc if images.classes == train.classes else None
-        found = learner.evaluate(images, split, zero_shot=False, choices="data", adjust=adjust)
+        adjustment = post_hoc if images.classes == train.classes else None
+        found = learner.evaluate(images, split, zero_shot=False, choices="data", adjustment=adjustment)
         results[part] = {name: value for name, value in found.items() if name != "confusion"}
     return {
         "results": results,
@@ -353,7 +375,7 @@ def _backbone(name: str, precision: str, device: str) -> Backbone:
     return Backbone.load(name)
 
 
-def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
+def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Adjustment | None:
     """GLA for the classes trained on."""
     if run.post_hoc is None:
         return None
@@ -366,10 +388,25 @@ def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Any:
     prior = class_log_prior(labels, len(train.classes))
     bias = gla.estimate_label_bias(zero_shot, labels, prior)
     method = learner.method_
-    removed = method.trainable > 0 and learner.config_["training"]["loss"] != "cross_entropy"
+    removed = takes_prior(method) and learner.config_["training"]["loss"] != "cross_entropy"
     # What was never shown the training images cannot have learned how frequent their classes are.
     unbiased = removed or method.kind == "zero-shot"
-    return lambda learned, zero_shot: gla.adjust(learned, zero_shot, None if unbiased else prior, bias)
+
+    def adjust(learned: Tensor, zero_shot: Tensor) -> Tensor:
+        return gla.adjust(learned, zero_shot, None if unbiased else prior, bias)
+
+    return Adjustment(adjust, _temperature(learner, adjust, train.val))
+
+
+def _temperature(
+    learner: PromptLearner, adjust: Callable[[Tensor, Tensor], Tensor], val: Sequence[Example]
+) -> float:
+    """That of the adjusted logits: a sum of two models' logits is as sure as both together."""
+    sources = [e.image for e in val]
+    (learned, good, _), (zero_shot, _) = learner.logits(sources), learner.zero_shot_logits(sources)
+    if not good:
+        return 1.0
+    return fit_temperature(adjust(learned, zero_shot), torch.tensor([val[i].label for i in good]))
 
 
 def benchmark(

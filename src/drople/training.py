@@ -63,7 +63,7 @@ class TrainingOptions:
     )
     shard_classes: bool = option(
         False,
-        "of several processes each encodes its part of the classes: for many classes (not cocoop, prograd)",
+        "of several processes each encodes its part of the classes: for many classes, where the method allows it",
     )
 
 

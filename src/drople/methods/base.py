@@ -225,8 +225,8 @@ class TowerMethod(Method):
             dropouts = vision, text
         # The towers know nothing of each other until their features meet: on a GPU they run side by side.
         with Branch(batch.images.device) as branch:
-            images = self._encode_images(batch.images, vision)
-        encode = partial(self._encode_text, dropout=text)
+            images = self.encode_images(batch.images, vision)
+        encode = partial(self.encode_text, dropout=text)
         classes = shared_out(encode, self._sentences, text) if self.shard_classes else encode(self._sentences)
         branch.join([images] if vision is None else [images, *vision.tensors()])
         return Branches(
@@ -242,20 +242,21 @@ class TowerMethod(Method):
     def _best_logits(self, images: Tensor, vision: Any, text: Any) -> tuple[Tensor, Tensor]:
         """The logit of each image's best class and of each class's best image."""
         logits = self.similarity(
-            self._encode_images(images, vision), self._encode_text(self._sentences, text)
+            self.encode_images(images, vision), self.encode_text(self._sentences, text)
         )
         return logits.amax(1), logits.amax(0)
 
     def branch_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         losses = {"cross_entropy": cross_entropy(branches.logits, batch.labels, self.log_prior)}
-        losses |= self.extra_losses(branches, batch)
         if self.regulariser is not None and branches.dropouts is not None:
             losses |= self.regulariser.losses(branches, *branches.dropouts)
             self.monitor = self.regulariser.monitor(*branches.dropouts)
+        # Last: a method that takes gradients recomputes chunks of classes, and what dropout keeps of them with it.
+        losses |= self.extra_losses(branches, batch)
         self.monitor["accuracy"] = (branches.logits.detach().argmax(1) == batch.labels).float().mean()
         return losses
 
-    def _encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
+    def encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
         prompts = None if self.visual_prompts is None else self.visual_prompts()
         return self.backbone.encode_images(
             images,
@@ -265,7 +266,7 @@ class TowerMethod(Method):
             adapt=self.adapt_vision(),
         )
 
-    def _encode_text(self, sentences: Any, dropout: Any = None) -> Tensor:
+    def encode_text(self, sentences: Any, dropout: Any = None) -> Tensor:
         return self.backbone.encode_text(
             sentences,
             prompts=self.text_states(),
@@ -276,10 +277,10 @@ class TowerMethod(Method):
         )
 
     def class_features(self, words: Sequence[str]) -> Tensor:
-        return self._encode_text(self.sentences(words))
+        return self.encode_text(self.sentences(words))
 
     def image_features(self, images: Tensor) -> Tensor:
-        return self._encode_images(images)
+        return self.encode_images(images)
 
 
 class PromptMethod(TowerMethod):

@@ -100,10 +100,10 @@ class ClassAwareMethod(ContextMethod):
         classes = frozen_classes(self.backbone, words, self.task.templates)
         return ClassAwareSentences(**vars(super().sentences(words)), classes=F.normalize(classes, dim=-1))
 
-    def _encode_text(self, sentences: ClassAwareSentences, dropout: LayerDropout | None = None) -> Tensor:
+    def encode_text(self, sentences: ClassAwareSentences, dropout: LayerDropout | None = None) -> Tensor:
         prompts = self.knowledge(sentences.classes).to(self.backbone.dtype)
         entering: Any = Entering(prompts, self.layer, dropout)
-        return super()._encode_text(sentences, entering)
+        return super().encode_text(sentences, entering)
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         pull = cosine_consistency(branches.classes, branches.frozen_classes)

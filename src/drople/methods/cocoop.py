@@ -89,7 +89,7 @@ class CoCoOp(ContextMethod):
             vision = self.regulariser.dropout("vision")
             text = self.regulariser.dropout("text", rows=first + batch.labels)
             self.regulariser.attribute(vision, text, partial(self._best_logits, batch.images))
-        images = self._encode_images(batch.images, vision)
+        images = self.encode_images(batch.images, vision)
         classes = self.conditional_classes(images, self._sentences, text)
         logits = self.conditional_similarity(images, classes)
         losses = {"cross_entropy": cross_entropy(logits, batch.labels, self.log_prior)}
@@ -109,7 +109,7 @@ class CoCoOp(ContextMethod):
 
     def _best_logits(self, images: Tensor, vision: Any, text: Any) -> tuple[Tensor, Tensor]:
         """The logit of each image's best class; a sentence is for one image, and has no other."""
-        features = self._encode_images(images, vision)
+        features = self.encode_images(images, vision)
         classes = self.conditional_classes(features, self._sentences, text)
         logits = self.conditional_similarity(features, classes)
         return logits.amax(1), logits

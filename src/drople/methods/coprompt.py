@@ -78,11 +78,11 @@ class CoPrompt(CoupledMethod):
             [frozen_classes(backbone, task.words, [template]) for template in templates]
         )
 
-    def _encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
-        return self.image_adapter(super()._encode_images(images, dropout))
+    def encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:
+        return self.image_adapter(super().encode_images(images, dropout))
 
-    def _encode_text(self, sentences: Sentences, dropout: Any = None) -> Tensor:
-        return self.text_adapter(super()._encode_text(sentences, dropout))
+    def encode_text(self, sentences: Sentences, dropout: Any = None) -> Tensor:
+        return self.text_adapter(super().encode_text(sentences, dropout))
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         drawn = torch.randint(len(self.frozen_sentences), (1,), device=self.frozen_sentences.device)

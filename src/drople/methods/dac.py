@@ -53,6 +53,11 @@ class DacV(CacheAdapter):
         super().__init__(backbone, task, options)
         self.adapter = nn.Parameter(torch.eye(backbone.embed_dim))
 
+    @property
+    def takes_prior(self) -> bool:
+        """The contrast has no place for it; the cross-entropy of prompts has."""
+        return self.prompts is not None
+
     def aligned(self, features: Tensor) -> Tensor:
         """`g(f)` of features of any length."""
         return F.normalize(F.normalize(features, dim=-1) @ self.adapter.T, dim=-1)
@@ -77,6 +82,10 @@ class DacVT(DacV):
     def __init__(self, backbone: Backbone, task: Task, options: DacOptions) -> None:
         super().__init__(backbone, task, options)
         self.modulation = nn.Parameter(torch.zeros(len(task.words), backbone.embed_dim))
+
+    @property
+    def takes_prior(self) -> bool:
+        return True
 
     def class_features(self, words: Sequence[str]) -> Tensor:
         return F.normalize(super().class_features(words), dim=-1) + self.seen(words) @ self.modulation

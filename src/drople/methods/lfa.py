@@ -43,6 +43,7 @@ class Lfa(FeatureAdapter):
     name = "lfa"
     title = "Linear Feature Alignment"
     citation = "Ouali et al., ICCV 2023"
+    takes_prior = False  # distances are ranked, and a prior has no place among them
     Options = LfaOptions
     presets: ClassVar[Presets] = {
         "authors": {"lr": 5e-4, "weight_decay": 5e-4, "warmup": 0.0, "clip_norm": 0.0}
