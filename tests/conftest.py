@@ -2,10 +2,15 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+
+# A shell starts background jobs deaf to Ctrl-C, and the processes that tests interrupt would inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

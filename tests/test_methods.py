@@ -225,6 +225,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "visual_depth": (1,),
     "visual_length": (2,),
     "lora_rank": (2,),
+    "lora_towers": ("both",),
     "lora_from": (1,),
     "lora_lr": (0.5,),
     # DropleOptions
@@ -262,6 +263,7 @@ WITH: dict[str, dict[str, Any]] = {
     "noise": {"operation": "noise"},
     # The tiny tower has three vision layers; LoRA's first is the seventh by default.
     "lora_rank": {"lora_from": 1},
+    "lora_towers": {"lora_rank": 2, "lora_from": 1},
     "lora_from": {"lora_rank": 2},
     "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},

@@ -391,8 +391,8 @@ def test_ctrl_c_ends_it_in_peace(run: Path) -> None:
         said = iter(process.stderr.readline, "")
         assert any("open http://127.0.0.1:" in line for line in said)
         process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(30) == 0
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0
         assert "uploads are deleted" in rest and "Traceback" not in rest
     finally:
         process.kill()

@@ -241,9 +241,7 @@ class TowerMethod(Method):
 
     def _best_logits(self, images: Tensor, vision: Any, text: Any) -> tuple[Tensor, Tensor]:
         """The logit of each image's best class and of each class's best image."""
-        logits = self.similarity(
-            self.encode_images(images, vision), self.encode_text(self._sentences, text)
-        )
+        logits = self.similarity(self.encode_images(images, vision), self.encode_text(self._sentences, text))
         return logits.amax(1), logits.amax(0)
 
     def branch_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ other methods too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -38,9 +38,10 @@ class DeepPromptOptions:
     visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=1)
     visual_length: int = option(4, "visual prompts a layer (paper 4, released 4)", low=1)
     lora_rank: int = option(
-        0, "rank of LoRA on query and value of the later vision layers (released 8); 0 is none", low=0
+        0, "rank of LoRA on query and value of the later layers (released 8); 0 is none", low=0
     )
-    lora_from: int = option(6, "the first vision layer with LoRA (released 6)", low=0)
+    lora_towers: Literal["vision", "both"] = option("vision", "which towers have LoRA (released vision)")
+    lora_from: int = option(6, "the first layer with LoRA (released 6)", low=0)
     lora_lr: float = option(0.1, "learning rate of LoRA over that of the prompts (released 0.1)", low=0)
 
 
@@ -59,19 +60,17 @@ class DeepPrompts(PromptMethod):
             backbone, depth=text_depth, length=o.text_length, supplementary=o.supplementary, init=o.init
         )
         self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
-        self.lora: LoRA | None = None
-        if o.lora_rank and o.lora_from >= backbone.vision_layers:
-            self.notes.append(
-                f"lora_from is {o.lora_from}; this backbone has {backbone.vision_layers} layers: no LoRA."
-            )
-        elif o.lora_rank:
-            self.lora = LoRA(
-                backbone.model.vision_model.encoder.layers,
-                range(o.lora_from, backbone.vision_layers),
-                rank=o.lora_rank,
-                alpha=float(o.lora_rank),
-                names=("q_proj", "v_proj"),
-            )
+        self.lora = self._low_rank(backbone.model.vision_model)
+        self.text_lora = self._low_rank(backbone.model.text_model) if o.lora_towers == "both" else None
+
+    def _low_rank(self, tower: Any) -> LoRA | None:
+        o, layers = self.options, tower.encoder.layers
+        if o.lora_rank and o.lora_from >= len(layers):
+            self.notes.append(f"lora_from is {o.lora_from}; this backbone has {len(layers)} layers: no LoRA.")
+        if not o.lora_rank or o.lora_from >= len(layers):
+            return None
+        which = range(o.lora_from, len(layers))
+        return LoRA(layers, which, rank=o.lora_rank, alpha=float(o.lora_rank), names=("q_proj", "v_proj"))
 
     def text_states(self) -> Tensor:
         return self.text_prompts()
@@ -84,8 +83,11 @@ class DeepPrompts(PromptMethod):
     def vision_weights(self) -> LayerWeights | None:
         return None if self.lora is None else self.lora()
 
+    def text_weights(self) -> LayerWeights | None:
+        return None if self.text_lora is None else self.text_lora()
+
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        low_rank = [] if self.lora is None else list(self.lora.parameters())
+        low_rank = [p for lora in (self.lora, self.text_lora) if lora is not None for p in lora.parameters()]
         slow = {id(p) for p in low_rank}
         groups = [{"params": [p for p in self.parameters() if id(p) not in slow], "lr": lr}]
         return groups + ([{"params": low_rank, "lr": lr * self.options.lora_lr}] if low_rank else [])
