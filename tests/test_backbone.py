@@ -574,3 +574,11 @@ def test_joined_projections_take_no_memory() -> None:
                 assert part.weight.data_ptr() == layer.weight.chunk(3)[n].data_ptr()
                 assert part.bias.data_ptr() == layer.bias.chunk(3)[n].data_ptr()
         assert len(backbone.vision) == backbone.vision_layers and len(backbone.text) == backbone.text_layers
+
+
+def test_layers_stay_where_nothing_moves() -> None:
+    """A captured step reads their weights where they lay."""
+    backbone = tiny_backbone()
+    before = backbone.vision[0].weight
+    assert backbone.to("cpu").vision[0].weight is before
+    assert backbone.to("cpu", torch.bfloat16).vision[0].weight is not before

@@ -172,7 +172,16 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
     file = tmp_path / "run.pt2"
     exported = export(run, "torch", file)
     assert exported.check.what == "drawings" and exported.check.largest_difference < 1e-4
-    module = torch.export.load(file).module()
+    program = torch.export.load(file)
+    module = program.module()
+    held = sum(t.numel() for t in (*program.state_dict.values(), *program.constants.values()))
+    model = run.backbone_.model
+    towers = sum(
+        p.numel() for part in (model.vision_model, model.visual_projection) for p in part.parameters()
+    )
+    method: Any = run.method_
+    learned = sum(p.numel() for part in (method.visual_prompts, method.lora) for p in part.parameters())
+    assert held <= towers + learned + len(run.classes_) * model.config.projection_dim + 200, "no weight twice"
     for batch in (1, 5):
         images = torch.randint(0, 256, (batch, 32, 32, 3), dtype=torch.uint8)
         probabilities, logits = module(images)

@@ -18,7 +18,7 @@ from drople.data.dataset import load_data
 from drople.data.shots import few_shot, only_classes
 from drople.learner import PromptLearner
 from drople.losses import class_log_prior, cross_entropy
-from drople.methods import REGISTRY, Batch, Progress, Task, make, takes_prior
+from drople.methods import REGISTRY, Batch, Progress, Task, make
 from drople.methods.base import TrainingData
 from drople.metrics import accuracy, ece
 from drople.protocols import Run, execute, find_data, long_tailed
@@ -272,7 +272,7 @@ def test_a_method_takes_the_prior_where_it_changes_its_losses(name: str) -> None
     images = torch.randint(256, (6, 3, 36, 36), dtype=torch.uint8, generator=generator)
     frozen = torch.randn(6, backbone.embed_dim, generator=generator)
     if not method.trainable:
-        assert not takes_prior(method)
+        assert not method.takes_prior
         return
     method.prepare(TrainingData(images, labels, frozen))
     method.train()
@@ -284,7 +284,7 @@ def test_a_method_takes_the_prior_where_it_changes_its_losses(name: str) -> None
         method.log_prior = prior
         torch.manual_seed(0)
         totals.append(sum(float(loss.detach()) for loss in method(batch).values()))
-    assert (totals[0] != totals[1]) == takes_prior(method)
+    assert (totals[0] != totals[1]) == method.takes_prior
 
 
 def test_gla_reaches_every_part_whose_classes_were_trained_on(data: Path, tmp_path: Path) -> None:

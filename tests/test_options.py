@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from drople.errors import DropleError
 from drople.options import build, check_range, convert, names, option, typed
+from drople.regulariser import DropleOptions
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def test_values_are_as_the_option_holds_them_and_mistakes_stay() -> None:
     values = {"count": 7, "share": 0.5, "flag": True, "list": ("a", "b"), "maybe": None}
     assert typed(text, Options) == typed(values, Options) == values
     assert list(typed(text, Options)) == list(text)
-    wrong = {"count": "0", "share": "nan", "kind": "onee", "other": "1"}
+    wrong = {"count": "few", "flag": "perhaps", "kind": "onee", "other": "1"}
     assert typed(wrong, Options) == wrong
     assert repr(typed({"share": 1, "other": 1}, Options)) == "{'share': 1.0, 'other': 1}"
 
@@ -95,3 +96,9 @@ def test_a_range_with_one_end() -> None:
     check_range("x", 5, 1, None)
     with pytest.raises(DropleError, match="at most 3"):
         check_range("x", 5, None, 3)
+
+
+def test_options_that_are_checked_together_have_one_spelling() -> None:
+    """0.6 is above the default p_max, and right beside another one."""
+    text = {"p_min": "0.6", "p_max": "0.8"}
+    assert typed(text, DropleOptions) == {"p_min": 0.6, "p_max": 0.8}

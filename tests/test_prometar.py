@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import tiny_checkpoint
+from PIL import Image
 from test_prompt_methods import (
     TASK,
     TEMPLATE,
@@ -329,6 +331,20 @@ def test_cut_and_resumed_a_run_ends_the_same(tmp_path: Path) -> None:
     ends = [t.method.state_dict() for t in (whole, resumed)]
     assert "gates.0.first" in ends[0]
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+
+
+def test_what_serves_training_alone_is_counted_and_not_kept(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
+        (data / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (32, 32), colour).save(data / name / f"{number}.png")
+    learner = PromptLearner(str(tiny_checkpoint()), "prometar", epochs=1)
+    learner.fit(data, out=tmp_path / "run")
+    kept = learner.method_.trainable
+    assert learner.trainable_ > 2 * kept
+    again = PromptLearner.load(tmp_path / "run")
+    assert again.trainable_ == learner.trainable_ and again.method_.trainable == kept
 
 
 def test_the_authors_settings_are_taken() -> None:

@@ -94,7 +94,7 @@ def print_fit(learner: "PromptLearner", out: Path, result: dict[str, Any] | None
     console = Console(highlight=False)
     if result is not None:
         console.print(accuracy_table(result))
-    trained = f"{learner.method_.trainable:,} numbers learned"
+    trained = f"{learner.trainable_:,} numbers learned"
     console.print(Text(f"{out}: {trained}. Next: drople predict {out} IMAGE...", "dim"))
 
 

@@ -290,6 +290,7 @@ def flops(work: Callable[[], object]) -> int:
     That one also follows which module an operation belongs to, by hooks that fail where a step asks for
     gradients inside itself (ProGrad); only its formulas are used here.
     """
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
@@ -303,7 +304,9 @@ def flops(work: Callable[[], object]) -> int:
             given = kwargs or {}
             out = func(*args, **given)
             formula = flop_registry.get(func.overloadpacket)
-            self.total += 0 if formula is None else int(formula(*args, **given, out_val=out))
+            # A product with a type for its result (on a GPU) has one argument more than its formula knows.
+            counted = [a for a in args if not isinstance(a, torch.dtype)]
+            self.total += 0 if formula is None else int(formula(*counted, **given, out_val=out))
             return out
 
     # Fused attention on a CPU counts as nothing.

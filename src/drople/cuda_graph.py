@@ -8,6 +8,7 @@ device's generator, whose seed is read at every replay: a step that seeds itself
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class GraphedStep:
 
     def _capture(self, indices: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, dict[str, Tensor]]:
         static = indices.clone()
-        side = torch.cuda.Stream()
+        side = _beside(indices.device)
         side.wait_stream(torch.cuda.current_stream())
         state = torch.cuda.get_rng_state()
         with torch.cuda.stream(side):
@@ -67,12 +68,12 @@ class Branch:
         with Branch(device) as branch:
             images = ...
         classes = ...
-        branch.join(images)
+        branch.join([images])
     """
 
     def __init__(self, device: torch.device) -> None:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self.stream = torch.cuda.Stream(device) if capturing else None
+        self.stream = _beside(device) if capturing else None
         self.inside = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def __enter__(self) -> "Branch":
@@ -93,6 +94,12 @@ class Branch:
         current.wait_stream(self.stream)
         for tensor in results:
             tensor.record_stream(current)
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: every stream has workspaces of its own, which are never given back."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -135,5 +135,6 @@ def importance(scores: Sequence[Tensor], tokens: Tokens, *, sum_to_one: bool) ->
     low = torch.where(content, mean, number(torch.inf, device)).amin(1, keepdim=True)
     high = torch.where(content, mean, number(-torch.inf, device)).amax(1, keepdim=True)
     spread = high - low
-    normalised = torch.where(spread > 0, (mean - low) / spread, number(0.5, device))
+    # A spread as good as none would make an infinite quotient, which no mask by a product takes away.
+    normalised = torch.where(spread > 0, (mean - low) / spread.clamp_min(1e-30), number(0.5, device))
     return normalised * content

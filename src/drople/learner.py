@@ -159,10 +159,12 @@ class PromptLearner:
 
                 training.run(on_status, resume)
         self.method_.eval()
+        # Before what serves training alone is let go.
+        trained = self.method_.trainable
         self.method_.finish(training.data)
         if images.val:
             self.method_.select(lambda: self._batches(images.val))
-        self.metrics_ = self._validate(images.val)
+        self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained}
         if folder is not None and training.accelerator.is_main_process:
             self.save(folder)
             training.finish()
@@ -405,11 +407,23 @@ class PromptLearner:
         self._check_fitted()
         return self._logits(as_sources(images), self.words_, "judging images")
 
+    @property
+    def trainable_(self) -> int:
+        """How many numbers were trained."""
+        return int(self.metrics_.get("trainable_parameters", self.method_.trainable))
+
     def zero_shot_logits(self, images: Any) -> tuple[Tensor, list[int]]:
         """What the untrained model says of images, over the classes trained on; and which could be read."""
         self._check_fitted()
         logits, good, _ = self._all_logits(as_sources(images), [_zero_shot(self.words_)], "zero-shot")
         return logits[0], good
+
+    def both_logits(self, images: Any) -> tuple[Tensor, Tensor, list[int]]:
+        """What the learned and the untrained model say of images, which are decoded once."""
+        self._check_fitted()
+        views = [_learned(self.words_), _zero_shot(self.words_)]
+        (learned, zero_shot), good, _ = self._all_logits(as_sources(images), views, "judging images")
+        return learned, zero_shot, good
 
     def _held_out(self, images: ImageData, split: str | None) -> tuple[tuple[Example, ...], str]:
         if split is not None:

@@ -1,5 +1,7 @@
 """Losses between predictions and labels, and between the learnable and the frozen branch."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,9 +56,9 @@ def soft_cross_entropy(logits: Tensor, frozen_logits: Tensor, temperature: float
     return -(target * (logits / temperature).log_softmax(-1)).sum(-1).mean() * temperature**2
 
 
-def with_gradient(loss: Tensor, at: Tensor, gradient: Tensor) -> Tensor:
-    """The value of `loss` with another gradient at `at`, for methods that change gradients, not losses."""
-    surrogate = (at * gradient.detach()).sum()
+def with_gradients(loss: Tensor, at: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """The value of `loss` with other gradients at `at`, for methods that change gradients, not losses."""
+    surrogate = torch.stack([(x * g.detach()).sum() for x, g in zip(at, gradients, strict=True)]).sum()
     return loss.detach() + (surrogate - surrogate.detach())
 
 

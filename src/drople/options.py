@@ -40,11 +40,11 @@ def build(kind: type[T], given: Mapping[str, Any]) -> T:
 def typed(given: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
     """The values as these dataclasses hold them, so that what means the same is the same, text or not; what
     they would refuse stays as it is."""
-    owners = {name: kind for kind in kinds for name in names(kind)}
+    hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     values = dict(given)
-    for name in values.keys() & owners.keys():
+    for name in values.keys() & hints.keys():
         with contextlib.suppress(DropleError):
-            values[name] = getattr(build(owners[name], {name: values[name]}), name)
+            values[name] = convert(name, values[name], hints[name])
     return values
 
 

@@ -1,5 +1,7 @@
 """Learnable prompts: for text and vision, shallow (depth 1) or deep."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,20 @@ class VisualPrompts(nn.Module):
 
     def forward(self) -> Tensor:
         return self.prompts
+
+
+def deep_prompts(
+    backbone: Backbone, options: Any, supplementary: int = 0
+) -> tuple[TextPrompts, VisualPrompts, list[str]]:
+    """Independent prompts in both towers, no deeper than these, and the sentences that say where they are not
+    as deep as asked."""
+    text_depth, text_note = capped(options.text_depth, backbone.text_layers, "text prompts")
+    visual_depth, visual_note = capped(options.visual_depth, backbone.vision_layers, "visual prompts")
+    text = TextPrompts(
+        backbone, depth=text_depth, length=options.text_length, supplementary=supplementary, init=options.init
+    )
+    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length)
+    return text, visual, [note for note in (text_note, visual_note) if note]
 
 
 def capped(depth: int, layers: int, what: str) -> tuple[int, str | None]:

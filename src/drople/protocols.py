@@ -37,7 +37,7 @@ from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_cl
 from drople.errors import DropleError, unknown
 from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
-from drople.methods import option_groups, takes_prior
+from drople.methods import option_groups
 from drople.metrics import fit_temperature, harmonic_mean
 from drople.options import typed
 from drople.progress import Progress, Quiet
@@ -363,7 +363,7 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
         },
         "samples": [[name, label] for name, label, _ in learner.config_["samples"]],
         "training": learner.config_["training"],
-        "trainable_parameters": learner.method_.trainable,
+        "trainable_parameters": learner.trainable_,
         "validation": learner.metrics_,
         "timing": {"fit": round(fitted - begun, 3), "test": round(time.monotonic() - fitted, 3)},
     }
@@ -388,7 +388,7 @@ def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Adjustment 
     prior = class_log_prior(labels, len(train.classes))
     bias = gla.estimate_label_bias(zero_shot, labels, prior)
     method = learner.method_
-    removed = takes_prior(method) and learner.config_["training"]["loss"] != "cross_entropy"
+    removed = method.takes_prior and learner.config_["training"]["loss"] != "cross_entropy"
     # What was never shown the training images cannot have learned how frequent their classes are.
     unbiased = removed or method.kind == "zero-shot"
 
@@ -402,8 +402,7 @@ def _temperature(
     learner: PromptLearner, adjust: Callable[[Tensor, Tensor], Tensor], val: Sequence[Example]
 ) -> float:
     """That of the adjusted logits: a sum of two models' logits is as sure as both together."""
-    sources = [e.image for e in val]
-    (learned, good, _), (zero_shot, _) = learner.logits(sources), learner.zero_shot_logits(sources)
+    learned, zero_shot, good = learner.both_logits([e.image for e in val])
     if not good:
         return 1.0
     return fit_temperature(adjust(learned, zero_shot), torch.tensor([val[i].label for i in good]))

@@ -158,6 +158,8 @@ class Backbone:
         self.pixels = source.pixels
         self.model = source.model.eval().requires_grad_(False)
         self._fold()
+        self.vision: list[Layer] = []
+        self.text: list[Layer] = []
         self._join()
         config = self.model.config
         self.embed_dim: int = config.projection_dim
@@ -182,6 +184,9 @@ class Backbone:
                     mlp.activation_fn = nn.SiLU()
 
     def _join(self) -> None:
+        """The layers; they are made anew only where moving the model parted their weights."""
+        if self.vision and self.vision[0].joined:
+            return
         self.vision, self.text = (
             [Layer(module) for module in tower.encoder.layers]
             for tower in (self.model.vision_model, self.model.text_model)
@@ -298,7 +303,7 @@ class Backbone:
                 weights=weights,
                 adapt=adapt,
             )
-            eos = tokens.states[torch.arange(len(rows), device=self.device), tokens.anchor]
+            eos = tokens.states[places(len(rows), self.device), tokens.anchor]
             return self.model.text_projection(tower.final_layer_norm(eos)).float()
 
         groups = sentences.groups

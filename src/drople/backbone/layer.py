@@ -6,7 +6,6 @@ come from one product, a watcher sees them, and the last layer is run for the gl
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # What a watcher is shown of a layer's attention: query, key, value [N, H, L, head], scaling, mask, causal.
 Watch = Callable[[Tensor, Tensor, Tensor, float, Tensor | None, bool], None]
 
-# What stands in for named weights of a layer (LoRA) without touching the frozen ones.
+# What stands in for a layer's attention projections (LoRA), by name, without touching the frozen ones.
 Weights = Mapping[str, Tensor]
 
 JOINED = ("q_proj", "k_proj", "v_proj")
@@ -35,9 +34,17 @@ class Layer:
         for part, weight, bias in zip(parts, self.weight.chunk(3), self.bias.chunk(3), strict=True):
             part.weight.data, part.bias.data = weight, bias
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
-        """Copied parameters are no views of the copied weight: they have to be joined anew."""
-        return Layer(deepcopy(self.module, memo))
+        width = len(self.weight) // 3
+        self.others = self.weight[width:], self.bias[width:]
+
+    def __reduce__(self) -> tuple[type["Layer"], tuple[Any]]:
+        """A copied or sent module's projections are no views any more: they have to be joined anew."""
+        return Layer, (self.module,)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the module's projections are still parts of the weight: moving the module parts them."""
+        return self.attention.v_proj.weight.data_ptr() == self.weight.chunk(3)[2].data_ptr()
 
     def __call__(
         self,
@@ -65,19 +72,21 @@ class Layer:
         """The same for one token of each sequence, [N, 1, D]: all tokens are keys, but the others need no
         query, no projection and no MLP. `mask` [N, 1, 1, L]."""
         own, normed = weights or {}, self.module.layer_norm1(states)
-        width = states.shape[-1]
-        weight, bias = self._joined(own), self.bias
-        query = F.linear(normed[which][:, None], weight[:width], bias[:width])
-        key, value = F.linear(normed, weight[width:], bias[width:]).chunk(2, -1)
+        first, others = self.attention.q_proj, self.others
+        if own:
+            others = self._joined(own)[states.shape[-1] :], self.others[1]
+        query = F.linear(normed[which][:, None], own.get("self_attn.q_proj.weight", first.weight), first.bias)
+        key, value = F.linear(normed, *others).chunk(2, -1)
         query, key, value = (self._heads(part) for part in (query, key, value))
         return self._leave(states[which][:, None], query, key, value, mask, False, own)
 
     def _joined(self, own: Weights) -> Tensor:
-        names = [f"self_attn.{name}.weight" for name in JOINED]
-        if not any(name in own for name in names):
+        names = {name: f"self_attn.{name}.weight" for name in JOINED}
+        if not own.keys() & names.values():
             return self.weight
-        frozen = self.weight.chunk(3)
-        return torch.cat([own.get(name, weight) for name, weight in zip(names, frozen, strict=True)])
+        return torch.cat(
+            [own.get(full, getattr(self.attention, name).weight) for name, full in names.items()]
+        )
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.attention.head_dim)).transpose(1, 2)

@@ -72,6 +72,9 @@ class HollowBackbone(Backbone):
     def _fold(self) -> None:
         """There are no weights to fold anything into."""
 
+    def _join(self) -> None:
+        """Nor to join."""
+
     def encode_text(self, sentences: Sentences, **_: Any) -> Tensor:
         return torch.zeros(len(sentences), self.embed_dim)
 

@@ -110,21 +110,16 @@ class Tokens:
     def visible(self, causal: bool) -> Tensor | None:
         """What attention adds to its logits [N, 1, L, L] (0: may look, -inf: may not), or None where the plain
         mask serves. Right padding needs none in a causal tower: no real token can see it.
-
-        A number a pair, and rows that begin at multiples of 8, because fused attention would make both of a
-        mask of booleans, at every layer.
         """
         if self.hidden is None and (causal or not self.padded):
             return None
-        keys, dtype, device = self._keys, self.states.dtype, self.states.device
+        keys = self._keys
         assert keys is not None
-        count, length = keys.shape
+        length, device = keys.shape[1], keys.device
         mask = keys[:, None, :] | itself(length, device)
         if causal:
             mask = mask & earlier(length, device)
-        room = torch.empty(count, length, -(-length // 8) * 8, dtype=dtype, device=device)[..., :length]
-        torch.where(mask, number(0.0, device, dtype), number(-torch.inf, device, dtype), out=room)
-        return room[:, None]
+        return self._added(mask)[:, None]
 
     def only_global(self, states: Tensor) -> "Tokens":
         """What is left where only the global token of each sequence is, with these states [N, 1, D]."""
@@ -132,12 +127,21 @@ class Tokens:
         return Tokens(states, torch.zeros_like(self.anchor), one, ~one)
 
     def visible_to_global(self, causal: bool) -> Tensor | None:
-        """What cls or eos may look at [N, 1, 1, L]; None is everything."""
+        """The same for cls or eos alone [N, 1, 1, L]."""
         keys = self._keys
         if causal:
             before = places(self.real.shape[1], self.real.device) <= self.anchor[:, None]
             keys = before if keys is None else keys & before
-        return None if keys is None else keys[:, None, None]
+        return None if keys is None else self._added(keys[:, None])[:, None]
+
+    def _added(self, mask: Tensor) -> Tensor:
+        """A mask [N, Q, L] as the numbers that attention adds to its logits: 0, or -inf where it is False.
+
+        Rows begin at multiples of 8: of others, and of booleans, fused attention would make a copy that does.
+        """
+        dtype, device, length = self.states.dtype, self.states.device, mask.shape[-1]
+        room = torch.empty(*mask.shape[:-1], -(-length // 8) * 8, dtype=dtype, device=device)[..., :length]
+        return torch.where(mask, number(0.0, device, dtype), number(-torch.inf, device, dtype), out=room)
 
 
 def _moved(slots: Tensor | None, order: Tensor) -> Tensor | None:

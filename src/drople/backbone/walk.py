@@ -46,7 +46,7 @@ def walk(
     """The global tokens after the last layer, or all tokens where dropout reaches it.
 
     `prompts` [depth, M, D] are the prompts of layers 0 to depth-1; those of layer 0 are already in
-    `tokens`. `weights` stands in for named weights of a layer (LoRA) without touching the frozen ones.
+    `tokens`. `weights` stands in for attention projections of a layer (LoRA) without touching the frozen ones.
     `adapt` adds to what a layer gives, beside it, before tokens drop.
     """
     # At once: each index of its own would fill a gradient of zeros.
@@ -58,7 +58,8 @@ def walk(
         if i == len(layers) - 1 and not (dropout and dropout.reaches(i)):
             which = places(len(before), before.device), tokens.anchor
             states = layer.for_one(before, which, tokens.visible_to_global(causal), own)
-            tokens, before = tokens.only_global(states), before[which][:, None]
+            tokens = tokens.only_global(states)
+            before = before if adapt is None else before[which][:, None]
         else:
             watch = None if dropout is None else dropout.watch(i, tokens)
             states = layer(before, tokens.visible(causal), causal, watch, own)

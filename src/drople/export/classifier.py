@@ -62,13 +62,24 @@ def trace(learner: PromptLearner) -> ExportedProgram:
         program = torch.export.export(
             classifier, (example,), dynamic_shapes=({0: Dim("batch", min=1)},), strict=True
         )
-    for weight in program.parameters():
-        weight.requires_grad_(False)
+    # What the graph does not read: projections that are parts of a joined weight, prompts of the text tower.
+    signature = program.graph_signature
+    used = {*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values()}
+    for name in program.state_dict.keys() - used:
+        del program.state_dict[name]
+    # A part of a joined weight would take the whole of it into the file.
+    for held in (program.state_dict, program.constants):
+        held.update({name: _own(value) for name, value in held.items() if isinstance(value, Tensor)})
     for node in program.graph.nodes:
         # Where in whose home directory the code lay is nobody's business.
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             node.meta.pop(key, None)
     return program
+
+
+def _own(weight: Tensor) -> Tensor:
+    copied = weight.detach().clone()
+    return nn.Parameter(copied, requires_grad=False) if isinstance(weight, nn.Parameter) else copied
 
 
 @contextmanager

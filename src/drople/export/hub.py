@@ -71,7 +71,7 @@ def card(learner: PromptLearner, config: dict[str, Any], metrics: dict[str, Any]
         "",
         f"# {title}, {len(config['classes'])} classes",
         "",
-        f"An image classifier: the frozen CLIP `{config['backbone']}` and {learner.method_.trainable:,} "
+        f"An image classifier: the frozen CLIP `{config['backbone']}` and {learner.trainable_:,} "
         f"numbers learned by {title} from {each} images a class. The weights here are those numbers; drople "
         "brings the rest.",
         "",

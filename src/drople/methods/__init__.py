@@ -17,30 +17,13 @@ for _module in pkgutil.iter_modules(__path__):
 
 WRAP = "+drople"
 
-__all__ = [
-    "REGISTRY",
-    "Batch",
-    "Method",
-    "Progress",
-    "Task",
-    "find",
-    "make",
-    "option_groups",
-    "option_names",
-    "takes_prior",
-]
+__all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "option_groups", "option_names"]
 
 
 def wraps(kind: type[Method]) -> bool:
     """Whether DroPLe can be put around a method, or under it."""
     own = issubclass(kind, TowerMethod) and not getattr(kind, "wrapped", False)
     return own or getattr(kind, "takes_prompts", False)
-
-
-def takes_prior(method: Method) -> bool:
-    """Whether the option `loss` keeps the class prior out of what is learned: not where nothing is learned, nor
-    where the method says that it has no cross-entropy for the prior to enter (`takes_prior`)."""
-    return method.trainable > 0 and getattr(method, "takes_prior", True)
 
 
 def find(name: str) -> tuple[type[Method], bool]:

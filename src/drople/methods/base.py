@@ -143,6 +143,12 @@ class Method(nn.Module, ABC):
         return [{"params": list(self.parameters()), "lr": lr}]
 
     @property
+    def takes_prior(self) -> bool:
+        """Whether the option `loss` keeps the class prior out of what is learned; no, for a method without a
+        cross-entropy for it to enter."""
+        return self.trainable > 0
+
+    @property
     def learns(self) -> bool:
         """Whether it looks at the training images at all."""
         return self.trainable > 0 or type(self).prepare is not Method.prepare

@@ -21,7 +21,7 @@ from drople.backbone.clip import LayerWeights
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, register
 from drople.options import option
-from drople.prompts import TextPrompts, VisualPrompts, capped
+from drople.prompts import deep_prompts
 from drople.regulariser import RELEASED
 
 
@@ -53,13 +53,8 @@ class DeepPrompts(PromptMethod):
     def __init__(self, backbone: Backbone, task: Task, options: DeepPromptOptions) -> None:
         super().__init__(backbone, task, options)
         o = options
-        text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
-        visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
-        self.notes += [note for note in (text_note, visual_note) if note]
-        self.text_prompts = TextPrompts(
-            backbone, depth=text_depth, length=o.text_length, supplementary=o.supplementary, init=o.init
-        )
-        self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
+        self.text_prompts, self.visual_prompts, notes = deep_prompts(backbone, o, o.supplementary)
+        self.notes += notes
         self.lora = self._low_rank(backbone.model.vision_model)
         self.text_lora = self._low_rank(backbone.model.text_model) if o.lora_towers == "both" else None
 

@@ -43,11 +43,15 @@ class Lfa(FeatureAdapter):
     name = "lfa"
     title = "Linear Feature Alignment"
     citation = "Ouali et al., ICCV 2023"
-    takes_prior = False  # distances are ranked, and a prior has no place among them
     Options = LfaOptions
     presets: ClassVar[Presets] = {
         "authors": {"lr": 5e-4, "weight_decay": 5e-4, "warmup": 0.0, "clip_norm": 0.0}
     }
+
+    @property
+    def takes_prior(self) -> bool:
+        """Distances are ranked, and a prior has no place among them."""
+        return False
 
     def __init__(self, backbone: Backbone, task: Task, options: LfaOptions) -> None:
         super().__init__(backbone, task, options)

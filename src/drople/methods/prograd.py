@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from drople.losses import cross_entropy, soft_cross_entropy, with_gradient
+from drople.losses import cross_entropy, soft_cross_entropy, with_gradients
 from drople.methods.base import Batch, Presets, register
 from drople.methods.context import ContextMethod, ContextOptions
 from drople.options import option
@@ -74,4 +74,4 @@ class ProGrad(ContextMethod):
             torch.autograd.grad(loss, context, retain_graph=True)[0] for loss in (own, general)
         )
         projected = project(own_gradient, general_gradient, self.options.projection)
-        return {"cross_entropy": with_gradient(own, context, projected)}
+        return {"cross_entropy": with_gradients(own, [context], [projected])}

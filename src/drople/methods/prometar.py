@@ -54,10 +54,10 @@ from torch.distributions import Beta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drople.backbone import Backbone, Sentences
-from drople.losses import l1_consistency
+from drople.losses import l1_consistency, with_gradients
 from drople.methods.base import Batch, Presets, PromptMethod, Task, TrainingData, frozen_classes, register
 from drople.options import option
-from drople.prompts import TextPrompts, VisualPrompts, capped
+from drople.prompts import VisualPrompts, deep_prompts
 from drople.regulariser import Branches
 from drople.templates import ELEVEN
 
@@ -130,12 +130,6 @@ def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
     return (values * chosen).sum() / chosen.sum().clamp_min(1)
 
 
-def carrying(loss: Tensor, at: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """The value of a loss, with these gradients."""
-    surrogate = torch.stack([(x * g.detach()).sum() for x, g in zip(at, gradients, strict=True)]).sum()
-    return loss.detach() + (surrogate - surrogate.detach())
-
-
 @register
 class ProMetaR(PromptMethod):
     name = "prometar"
@@ -153,14 +147,8 @@ class ProMetaR(PromptMethod):
 
     def __init__(self, backbone: Backbone, task: Task, options: ProMetaROptions) -> None:
         super().__init__(backbone, task, options)
-        o = options
-        text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
-        visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
-        self.notes += [note for note in (text_note, visual_note) if note]
-        self.text_prompts = TextPrompts(
-            backbone, depth=text_depth, length=o.text_length, supplementary=0, init=o.init
-        )
-        self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
+        self.text_prompts, self.visual_prompts, notes = deep_prompts(backbone, options)
+        self.notes += notes
         self.gates = nn.ModuleList(Gates(prompts) for prompts in self._prompts)
         self.frozen_classes = frozen_classes(
             backbone, task.words, tuple(dict.fromkeys((*task.templates, *ELEVEN)))
@@ -198,7 +186,7 @@ class ProMetaR(PromptMethod):
             found = grad(torch.stack(list(losses.values())).sum(), learned, allow_unused=True)
         used = [(p, g) for p, g in zip(learned, found, strict=True) if g is not None]
         losses = {name: loss.detach() for name, loss in losses.items()}
-        return losses | {"meta": carrying(losses["meta"], *zip(*used, strict=True))}
+        return losses | {"meta": with_gradients(losses["meta"], *zip(*used, strict=True))}
 
     def extra_losses(self, branches: Branches, batch: Batch) -> dict[str, Tensor]:
         o, theta = self.options, self._prompts
@@ -226,9 +214,9 @@ class ProMetaR(PromptMethod):
         image = grad(pull_image.mean(), theta[1], retain_graph=True)
         pulls = self._modulated(direct, text + image)
         return {
-            "cross_entropy": carrying(own.mean(), theta, direct),
-            "pull_text": carrying(pull_text, theta[:1], pulls[:1]),
-            "pull_image": carrying(pull_image.mean(), theta[1:], pulls[1:]),
+            "cross_entropy": with_gradients(own.mean(), theta, direct),
+            "pull_text": with_gradients(pull_text, theta[:1], pulls[:1]),
+            "pull_image": with_gradients(pull_image.mean(), theta[1:], pulls[1:]),
             "meta": meta,
         }
 

@@ -33,7 +33,7 @@ from drople.backbone import Backbone, Sentences
 from drople.losses import kl_consistency, l1_consistency
 from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_classes, register
 from drople.options import option
-from drople.prompts import TextPrompts, VisualPrompts, capped
+from drople.prompts import deep_prompts
 from drople.regulariser import Branches, Progress
 from drople.templates import ELEVEN
 
@@ -79,11 +79,8 @@ class PromptSRC(PromptMethod):
     def __init__(self, backbone: Backbone, task: Task, options: PromptSRCOptions) -> None:
         super().__init__(backbone, task, options)
         o = options
-        text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
-        visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
-        self.notes += [note for note in (text_note, visual_note) if note]
-        text = TextPrompts(backbone, depth=text_depth, length=o.text_length, supplementary=0, init=o.init)
-        visual = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
+        text, visual, notes = deep_prompts(backbone, o)
+        self.notes += notes
         self.text_prompts = GaussianAggregate(text, o.gpa_mean, o.gpa_std)
         self.visual_prompts = GaussianAggregate(visual, o.gpa_mean, o.gpa_std)
         self.frozen_classes = frozen_classes(

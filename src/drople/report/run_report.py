@@ -62,7 +62,7 @@ def run_page(folder: Path, data: str | Path | None, device: str, progress: Progr
     if data is not None:
         learner = PromptLearner.load(folder, device=device, progress=progress)
         looked = look(learner, load_data(data))
-        learned = f"{learner.method_.trainable:,} parameters"
+        learned = f"{learner.trainable_:,} parameters"
     else:
         tensors, _ = read_tensors(folder / PROMPTS)
         learned = f"{sum(tensor.numel() for tensor in tensors.values()):,} numbers kept"
