@@ -4,7 +4,7 @@ Every dimension is read from the checkpoint's config. Text is encoded at the len
 needs, classes in chunks whose activations fit a budget and are recomputed for the gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -341,8 +341,10 @@ class Backbone:
         dropout: LayerDropout | None = None,
         weights: LayerWeights | None = None,
         adapt: Adapt | None = None,
+        tokens: Callable[..., Tokens] = Tokens,
     ) -> Tensor:
-        """Features [B, E] of normalised pixels [B, 3, S, S], not normalised."""
+        """Features [B, E] of normalised pixels [B, 3, S, S], not normalised; `tokens` makes the sequence, for a
+        method that masks some of it."""
         tower = self.model.vision_model
         with torch.no_grad():
             states = tower.embeddings(pixels.to(self.dtype))
@@ -358,7 +360,7 @@ class Backbone:
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=self.device)
         target = real.clone()
         target[:, 0] = False
-        tokens = Tokens(
+        sequence = tokens(
             states=tower.pre_layrnorm(states),
             anchor=torch.zeros(count, dtype=torch.long, device=self.device),
             real=real,
@@ -366,9 +368,9 @@ class Backbone:
             slots=slots,
             stays=stays,
         )
-        tokens = walk(
+        walked = walk(
             self.vision,
-            tokens,
+            sequence,
             causal=False,
             prompts=prompts,
             dropout=dropout,
@@ -376,4 +378,4 @@ class Backbone:
             adapt=adapt,
         )
         # cls is the first token and never drops, so it stays the first.
-        return self.model.visual_projection(tower.post_layernorm(tokens.states[:, 0])).float()
+        return self.model.visual_projection(tower.post_layernorm(walked.states[:, 0])).float()
