@@ -49,8 +49,9 @@ def self_score(attention: Tensor, tokens: Tokens) -> Tensor:
     It writes zeros into the map where k does not count: a masked copy of it is half of all a score costs.
     Padding gets no attention, so it needs none.
     """
+    device = attention.device
     attention.diagonal(dim1=-2, dim2=-1).zero_()
-    attention[places(len(attention), attention.device), :, :, tokens.anchor] = 0.0
+    attention[places(len(attention), device), :, :, tokens.anchor] = number(0.0, device)
     return attention.amax(-1).mean(1)
 
 
