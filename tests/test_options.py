@@ -37,7 +37,7 @@ def test_values_are_as_the_option_holds_them_and_mistakes_stay() -> None:
     values = {"count": 7, "share": 0.5, "flag": True, "list": ("a", "b"), "maybe": None}
     assert typed(text, Options) == typed(values, Options) == values
     assert list(typed(text, Options)) == list(text)
-    wrong = {"count": "few", "flag": "perhaps", "kind": "onee", "other": "1"}
+    wrong = {"count": "few", "share": "nan", "flag": "perhaps", "kind": "onee", "other": "1"}
     assert typed(wrong, Options) == wrong
     assert repr(typed({"share": 1, "other": 1}, Options)) == "{'share': 1.0, 'other': 1}"
 

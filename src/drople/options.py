@@ -44,7 +44,10 @@ def typed(given: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
     values = dict(given)
     for name in values.keys() & hints.keys():
         with contextlib.suppress(DropleError):
-            values[name] = convert(name, values[name], hints[name])
+            value = convert(name, values[name], hints[name])
+            if isinstance(value, float):
+                check_range(name, value)  # no number at all (nan) has no spelling in JSON
+            values[name] = value
     return values
 
 
