@@ -19,6 +19,7 @@ from checkpoints import RUN_FILES, Command, contents, drople, picture, pictures,
 from safetensors.torch import load_file
 
 from drople.backbone import Backbone
+from drople.cuda_graph import GraphedStep
 from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.learner import PromptLearner
@@ -445,3 +446,30 @@ def test_two_processes_with_fewer_images_than_processes_in_a_batch(tmp_path: Pat
     assert (first.code, second.code) == (0, 0), first.err + second.err
     tensors, _ = read_tensors(tmp_path / "run/prompts.safetensors")
     assert all(bool(t.isfinite().all()) for t in tensors.values())
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CUDA graph fails, gradients and what is shown are those of a plain step, at every size of batch."""
+    module = torch.nn.Linear(3, 1)
+    data = torch.randn(6, 3)
+
+    def compute(indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = module(data[indices]).square().mean()
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    def fails(indices: torch.Tensor) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    step = GraphedStep(compute, module)
+    monkeypatch.setattr(step, "_capture", fails)
+    with pytest.warns(UserWarning, match="no CUDA graph here.*stream is capturing\\)") as said:
+        for indices in (torch.tensor([0, 1, 2, 3]), torch.tensor([4, 5]), torch.tensor([1, 2, 3, 4])):
+            shown = step(indices)
+            loss = module(data[indices]).square().mean()
+            assert torch.equal(shown["loss"], loss)
+            for parameter, gradient in zip(
+                module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True
+            ):
+                torch.testing.assert_close(parameter.grad, gradient)
+    assert len(said) == 1

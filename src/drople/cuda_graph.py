@@ -6,6 +6,7 @@ device's generator, whose seed is read at every replay: a step that seeds itself
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -18,17 +19,29 @@ WARM_UP = 3  # passes before capture, so that lazily made workspaces exist
 
 
 class GraphedStep:
-    """`compute(indices)` must do forward and backward with no host sync and return tensors of fixed shape."""
+    """`compute(indices)` must do forward and backward with no host sync and return tensors of fixed shape.
+
+    Where it cannot be captured after all (another driver, a method that waits for the host), a warning says so,
+    once, and steps run as they come.
+    """
 
     def __init__(self, compute: Callable[[Tensor], dict[str, Tensor]], module: nn.Module) -> None:
-        self.compute, self.module = compute, module
+        self.compute, self.module, self.plain = compute, module, False
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, dict[str, Tensor]]] = {}
 
     def __call__(self, indices: Tensor) -> dict[str, Tensor]:
         """One forward and backward pass; gradients are in the parameters, as after `backward`."""
         size = len(indices)
+        if size not in self.graphs and not self.plain:
+            try:
+                self.graphs[size] = self._capture(indices)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                warnings.warn(f"a step is no CUDA graph here, and slower for it ({reason})", stacklevel=2)
+                self.plain = True
         if size not in self.graphs:
-            self.graphs[size] = self._capture(indices)
+            self._clear()
+            return self.compute(indices)
         graph, static, shown = self.graphs[size]
         static.copy_(indices)
         graph.replay()
@@ -40,16 +53,18 @@ class GraphedStep:
         side = _beside(indices.device)
         side.wait_stream(torch.cuda.current_stream())
         state = torch.cuda.get_rng_state()
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    self._clear()
+                    self.compute(static)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._clear()
-                self.compute(static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._clear()
-            shown = self.compute(static)
-        torch.cuda.set_rng_state(state)
+                shown = self.compute(static)
+        finally:
+            torch.cuda.set_rng_state(state)
         return graph, static, shown
 
     def _clear(self) -> None:
