@@ -216,6 +216,8 @@ def one_rank(arguments: list[str]) -> None:
     folder = Path(arguments[arguments.index("--out") + 1])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid-of-{os.environ['RANK']}").write_text(str(os.getpid()), "utf-8")
+    # A launcher that forks ends the others the moment one dies, and their last words are what is asked for.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     main(arguments)
 
 
