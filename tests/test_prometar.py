@@ -261,7 +261,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["prometar", "prometar+drople"])
+@pytest.mark.parametrize("name", ["prometar", "prometar+drople", "tac", "tac+drople"])
 def test_a_step_waits_for_nothing(name: str) -> None:
     backbone = tiny_backbone()
     method, batch = made(name, backbone), batch_of(backbone)

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import picture, splits, tiny_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_prometar import NoWaiting
 from test_prompt_methods import by_layer, slow_cross_entropy, slow_logits, slow_text, unit
 from tiny import random_images, slow_layer, slow_linear, slow_norm, tiny_backbone
 from torch import Tensor
@@ -408,15 +406,6 @@ def test_chunks_of_classes_change_nothing() -> None:
         found.append([p.grad for p in method.parameters()])
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["tac", "tac+drople"])
-def test_a_step_waits_for_nothing(name: str) -> None:
-    backbone = tiny_backbone()
-    method, batch = made(name, backbone), batch_of(backbone)
-    assert method.fixed_shapes
-    with NoWaiting():
-        torch.stack(list(method.training_step(batch).values())).sum().backward()
 
 
 def test_it_becomes_an_exported_program(tmp_path: Path) -> None:

@@ -550,7 +550,7 @@ def show_fit(learner: "PromptLearner", out: Path, result: dict[str, Any] | None,
     from drople.answers import print_fit
 
     if json:
-        print_json({"run": str(out), "trainable_parameters": learner.trainable_, **learner.metrics_})
+        print_json({"run": str(out), **learner.metrics_})
     else:
         print_fit(learner, out, result)
 

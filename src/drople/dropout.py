@@ -138,9 +138,8 @@ class TokenDropout:
     drawn: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the chosen and the target tokens
     drawing: frozenset[int] = field(init=False)  # the layers at which tokens drop in this pass
     _watched: dict[Score, Tensor] = field(default_factory=dict)  # the scores that this layer's attention gave
-    _places: dict[int, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # of `rows`, by part of the classes
+    # Of `rows`, by part of the classes.
+    _places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.drawing = frozenset(range(self.rule.layers))

@@ -1,5 +1,7 @@
 """Sentences around class names."""
 
+from collections.abc import Sequence
+
 from drople.errors import DropleError
 
 DEFAULT = "a photo of a {}."
@@ -19,6 +21,11 @@ ELEVEN = (
     "a close-up photo of a {}.",
     "a cropped photo of the {}.",
 )
+
+
+def with_eleven(templates: Sequence[str]) -> tuple[str, ...]:
+    """A task's own sentences and the eleven, each once: what frozen class features are averaged over."""
+    return tuple(dict.fromkeys((*templates, *ELEVEN)))
 
 
 def read_template(template: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ The module's forward is written out here because prompts and dropout need what i
 come from one product, a watcher sees them, and the last layer is run for the global token alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +33,6 @@ class Layer:
         self.bias = torch.cat([part.bias.detach() for part in parts])
         for part, weight, bias in zip(parts, self.weight.chunk(3), self.bias.chunk(3), strict=True):
             part.weight.data, part.bias.data = weight, bias
-
         width = len(self.weight) // 3
         self.others = self.weight[width:], self.bias[width:]
 
@@ -56,7 +55,8 @@ class Layer:
     ) -> Tensor:
         """The states [N, L, D] that leave the layer; `mask` is added to the logits of attention."""
         own = weights or {}
-        joined = F.linear(self.module.layer_norm1(states), self._joined(own), self.bias)
+        weight = self._joined(own, JOINED, self.weight)
+        joined = F.linear(self.module.layer_norm1(states), weight, self.bias)
         query, key, value = (self._heads(part) for part in joined.chunk(3, -1))
         if watch is not None:
             watch(query, key, value, self.attention.scale, mask, causal)
@@ -72,20 +72,19 @@ class Layer:
         """The same for one token of each sequence, [N, 1, D]: all tokens are keys, but the others need no
         query, no projection and no MLP. `mask` [N, 1, 1, L]."""
         own, normed = weights or {}, self.module.layer_norm1(states)
-        first, others = self.attention.q_proj, self.others
-        if own:
-            others = self._joined(own)[states.shape[-1] :], self.others[1]
+        first, (weight, bias) = self.attention.q_proj, self.others
         query = F.linear(normed[which][:, None], own.get("self_attn.q_proj.weight", first.weight), first.bias)
-        key, value = F.linear(normed, *others).chunk(2, -1)
+        key, value = F.linear(normed, self._joined(own, JOINED[1:], weight), bias).chunk(2, -1)
         query, key, value = (self._heads(part) for part in (query, key, value))
         return self._leave(states[which][:, None], query, key, value, mask, False, own)
 
-    def _joined(self, own: Weights) -> Tensor:
-        names = {name: f"self_attn.{name}.weight" for name in JOINED}
+    def _joined(self, own: Weights, parts: Sequence[str], frozen: Tensor) -> Tensor:
+        """The weight of some projections together: the frozen one, unless something stands in for a part."""
+        names = {part: f"self_attn.{part}.weight" for part in parts}
         if not own.keys() & names.values():
-            return self.weight
+            return frozen
         return torch.cat(
-            [own.get(full, getattr(self.attention, name).weight) for name, full in names.items()]
+            [own.get(name, getattr(self.attention, part).weight) for part, name in names.items()]
         )
 
     def _heads(self, states: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from drople.methods.base import Batch, Presets, Task, frozen_classes, register
 from drople.methods.coupled import CoupledMethod, CoupledOptions
 from drople.options import option
 from drople.regulariser import Branches
-from drople.templates import ELEVEN
+from drople.templates import with_eleven
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class CoPrompt(CoupledMethod):
         super().__init__(backbone, task, options)
         self.image_adapter = FeatureAdapter(backbone.embed_dim, options.image_adapter)
         self.text_adapter = FeatureAdapter(backbone.embed_dim, options.text_adapter)
-        templates = dict.fromkeys((*task.templates, *ELEVEN))
         self.frozen_sentences = torch.stack(
-            [frozen_classes(backbone, task.words, [template]) for template in templates]
+            [frozen_classes(backbone, task.words, [template]) for template in with_eleven(task.templates)]
         )
 
     def encode_images(self, images: Tensor, dropout: Any = None) -> Tensor:

@@ -59,7 +59,7 @@ from drople.methods.base import Batch, Presets, PromptMethod, Task, TrainingData
 from drople.options import option
 from drople.prompts import VisualPrompts, deep_prompts
 from drople.regulariser import Branches
-from drople.templates import ELEVEN
+from drople.templates import with_eleven
 
 SHARED = 8  # neighbouring numbers under one gate
 
@@ -150,9 +150,7 @@ class ProMetaR(PromptMethod):
         self.text_prompts, self.visual_prompts, notes = deep_prompts(backbone, options)
         self.notes += notes
         self.gates = nn.ModuleList(Gates(prompts) for prompts in self._prompts)
-        self.frozen_classes = frozen_classes(
-            backbone, task.words, tuple(dict.fromkeys((*task.templates, *ELEVEN)))
-        )
+        self.frozen_classes = frozen_classes(backbone, task.words, with_eleven(task.templates))
 
     @property
     def _prompts(self) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_class
 from drople.options import option
 from drople.prompts import deep_prompts
 from drople.regulariser import Branches, Progress
-from drople.templates import ELEVEN
+from drople.templates import with_eleven
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,7 @@ class PromptSRC(PromptMethod):
         self.notes += notes
         self.text_prompts = GaussianAggregate(text, o.gpa_mean, o.gpa_std)
         self.visual_prompts = GaussianAggregate(visual, o.gpa_mean, o.gpa_std)
-        self.frozen_classes = frozen_classes(
-            backbone, task.words, tuple(dict.fromkeys((*task.templates, *ELEVEN)))
-        )
+        self.frozen_classes = frozen_classes(backbone, task.words, with_eleven(task.templates))
 
     def text_states(self) -> Tensor:
         return self.text_prompts()

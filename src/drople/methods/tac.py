@@ -49,7 +49,7 @@ from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_class
 from drople.options import option
 from drople.prompts import TextPrompts, VisualPrompts, deep_prompts
 from drople.regulariser import Branches, Progress
-from drople.templates import ELEVEN
+from drople.templates import with_eleven
 
 ROUNDS = 100  # of k-means, should the clusters not settle before
 
@@ -164,9 +164,7 @@ class TAC(PromptMethod):
             self.notes.append(
                 f"{options.clusters} clusters were asked for; the task has {self.clusters} classes, so each is its own."
             )
-        self.frozen_classes = frozen_classes(
-            backbone, task.words, tuple(dict.fromkeys((*task.templates, *ELEVEN)))
-        )
+        self.frozen_classes = frozen_classes(backbone, task.words, with_eleven(task.templates))
         centres = cluster_centres(self.frozen_classes, self.clusters)
         text, visual, notes = deep_prompts(backbone, options)
         self.notes += notes

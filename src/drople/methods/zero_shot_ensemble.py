@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from drople.methods.base import Batch, Method, frozen_classes, register
-from drople.templates import ELEVEN
+from drople.templates import with_eleven
 
 
 @register
@@ -28,8 +28,7 @@ class ZeroShotEnsemble(Method):
         return {}
 
     def class_features(self, words: Sequence[str]) -> Tensor:
-        templates = tuple(dict.fromkeys((*self.task.templates, *ELEVEN)))
-        return frozen_classes(self.backbone, words, templates)
+        return frozen_classes(self.backbone, words, with_eleven(self.task.templates))
 
     def image_features(self, images: Tensor) -> Tensor:
         return self.backbone.encode_images(images)
