@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="*", default=None)
     parser.add_argument("--methods", nargs="*", default=None, help="only these of the tables' methods")
     parser.add_argument("--without", nargs="*", default=(), help="all but these")
+    parser.add_argument("--datasets", nargs="*", default=None, help="only these of the tables' datasets")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     wanted = [
@@ -74,6 +75,7 @@ def main() -> None:
         if not given.tables or name in given.tables
         for run in runs
         if run.method not in given.without and (given.methods is None or run.method in given.methods)
+        if given.datasets is None or run.dataset in given.datasets
     ]
     runs = list({run.path: run for run in wanted}.values())
     todo = [run for run in runs if not (given.out / run.path).exists()]

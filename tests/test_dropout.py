@@ -22,7 +22,7 @@ from torch import Tensor
 import drople.dropout
 from drople.backbone import Backbone, Tokens
 from drople.dropout import OPERATIONS, DropRule, Modality, TokenDropout
-from drople.importance import Bridge
+from drople.importance import Bridge, Score
 
 NAMES = ["cat", "red and white striped lighthouse", "golden retriever"]
 CONTEXT, SUPPLEMENTARY, VISUAL = 3, 2, 3
@@ -502,17 +502,17 @@ def test_scores_keep_no_graph_but_features_do(modality: Modality) -> None:
     assert bridge is not None and all(p.grad is None for p in bridge.parameters())
 
 
-def test_no_attention_map_where_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attention_scores_where_none_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_backbone()
     bridge = bridge_of(backbone)
     layers: list[int] = []
-    real = drople.dropout.attention_map
+    real = drople.dropout.attention_scores
 
-    def counting(*given: Any) -> Tensor:
+    def counting(*given: Any) -> dict[Score, Tensor]:
         layers.append(1)
         return real(*given)
 
-    monkeypatch.setattr(drople.dropout, "attention_map", counting)
+    monkeypatch.setattr(drople.dropout, "attention_scores", counting)
     for asked, maps in (
         (rule(scores=("cross",)), 0),
         (rule(rate="uniform"), 0),

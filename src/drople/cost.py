@@ -290,7 +290,6 @@ def flops(work: Callable[[], object]) -> int:
     That one also follows which module an operation belongs to, by hooks that fail where a step asks for
     gradients inside itself (ProGrad); only its formulas are used here.
     """
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
@@ -304,9 +303,7 @@ def flops(work: Callable[[], object]) -> int:
             given = kwargs or {}
             out = func(*args, **given)
             formula = flop_registry.get(func.overloadpacket)
-            # A product with a type for its result (on a GPU) has one argument more than its formula knows.
-            counted = [a for a in args if not isinstance(a, torch.dtype)]
-            self.total += 0 if formula is None else int(formula(*counted, **given, out_val=out))
+            self.total += 0 if formula is None else int(formula(*args, **given, out_val=out))
             return out
 
     # Fused attention on a CPU counts as nothing.

@@ -18,12 +18,10 @@ from drople.importance import (
     Bridge,
     Modality,
     Score,
-    attention_map,
-    class_score,
+    attention_scores,
     cross_score,
     importance,
     padded,
-    self_score,
 )
 from drople.unimodal import Standout, group_value
 
@@ -166,11 +164,7 @@ class TokenDropout:
         mask: Tensor | None,
         causal: bool,
     ) -> None:
-        attention = attention_map(query, key, scaling, mask, causal)
-        # In this order: the second writes into the map.
-        for name, score in ATTENTION_SCORES.items():
-            if name in self.rule.scores:
-                self._watched[name] = score(attention, tokens)
+        self._watched = attention_scores(query, key, scaling, mask, causal, tokens)
 
     def drop(self, layer: int, tokens: Tokens) -> Tokens:
         if layer < self.rule.layers and self.keep_states:
@@ -248,9 +242,6 @@ class TokenDropout:
             self._places[tokens.first] = match.any(1), match.int().argmax(1)
         return self._places[tokens.first]
 
-
-# Scores that are read from a layer's attention map.
-ATTENTION_SCORES: dict[Score, Callable[[Tensor, Tokens], Tensor]] = {"class": class_score, "self": self_score}
 
 # What stands for the importance in p: 1 drops with p_min, 0 with p_max.
 # (dropout, layer, tokens, scores to fill where there are any) -> value [N, L]

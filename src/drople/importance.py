@@ -13,27 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drople.backbone.tokens import Tokens, earlier, number, places
+from drople.kernels import usable
 
 Modality = Literal["vision", "text"]
 Score = Literal["class", "self", "cross"]
 
 
+def attention_scores(
+    query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool, tokens: Tokens
+) -> dict[Score, Tensor]:
+    """The scores that a layer's attention gives, each [N, L]."""
+    if usable(query):
+        from drople.kernels.attention_scores import attention_scores
+
+        by_class, by_self = attention_scores(query, key, scaling, mask, causal, tokens.anchor)
+        return {"class": by_class, "self": by_self}
+    attention = attention_map(query, key, scaling, mask, causal)
+    # In this order: the second writes into the map.
+    return {"class": class_score(attention, tokens), "self": self_score(attention, tokens)}
+
+
 def attention_map(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> Tensor:
     """`A_self` [N, H, L, L] as the layer computes it, in float32; `mask` is added to the logits."""
-    logits = _products(query * scaling, key)
+    logits = (query * scaling).float() @ key.float().transpose(-2, -1)
     if mask is not None:
         logits += mask
     elif causal:
         logits.masked_fill_(~earlier(logits.shape[-1], logits.device), -torch.inf)
     return logits.softmax(-1)
-
-
-def _products(query: Tensor, key: Tensor) -> Tensor:
-    """Query times key [N, H, L, L] in float32; on a GPU short numbers keep their fast products."""
-    if query.is_cuda and query.dtype != torch.float32:
-        rows, columns = query.flatten(0, 1), key.flatten(0, 1).transpose(-2, -1)
-        return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, query.shape[:2])
-    return query.float() @ key.float().transpose(-2, -1)
 
 
 def class_score(attention: Tensor, tokens: Tokens) -> Tensor:
@@ -79,8 +86,9 @@ class Bridge(nn.Module):
     def pool(self, modality: Modality, states: Tensor, real: Tensor) -> Tensor:
         """What each bridge token gathers of a sequence: A_cross X' [N, xi, d]."""
         attention = cross_attention(self.carried(modality), states, real)
-        gathered = attention.to(states.dtype) @ states
-        return self.project[modality](gathered.float())
+        project, dtype = self.project[modality], states.dtype
+        gathered = attention.to(dtype) @ states
+        return F.linear(gathered, project.weight.to(dtype), project.bias.to(dtype)).float()
 
     def alignment(
         self, vision: Sequence[tuple[Tensor, Tensor]], text: Sequence[tuple[Tensor, Tensor]]
@@ -114,8 +122,9 @@ def padded(parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Ten
 
 def cross_attention(carried: Tensor, states: Tensor, real: Tensor) -> Tensor:
     """`A_cross` [N, xi, L]: softmax over tokens of E X' / sqrt(d); padding gets nothing."""
-    logits = (carried.to(states.dtype) @ states.transpose(-2, -1)).float()
-    return torch.where(real[:, None], logits, number(-torch.inf, logits.device)).softmax(-1)
+    # Tokens by bridge tokens: their number is a round one, and that of tokens is not, which products care for.
+    logits = (states @ carried.to(states.dtype).T).float()
+    return torch.where(real[..., None], logits, number(-torch.inf, logits.device)).softmax(1).transpose(1, 2)
 
 
 def cross_score(carried: Tensor, tokens: Tokens) -> Tensor:

@@ -44,7 +44,7 @@ class VisualPrompts(nn.Module):
 
 def deep_prompts(
     backbone: Backbone, options: Any, supplementary: int = 0
-) -> tuple[TextPrompts, VisualPrompts, list[str]]:
+) -> tuple[TextPrompts, VisualPrompts | None, list[str]]:
     """Independent prompts in both towers, no deeper than these, and the sentences that say where they are not
     as deep as asked."""
     text_depth, text_note = capped(options.text_depth, backbone.text_layers, "text prompts")
@@ -52,7 +52,7 @@ def deep_prompts(
     text = TextPrompts(
         backbone, depth=text_depth, length=options.text_length, supplementary=supplementary, init=options.init
     )
-    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length)
+    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length) if visual_depth else None
     return text, visual, [note for note in (text_note, visual_note) if note]
 
 

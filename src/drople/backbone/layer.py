@@ -5,13 +5,15 @@ come from one product, a watcher sees them, and the last layer is run for the gl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from drople.kernels import usable
 
 # What a watcher is shown of a layer's attention: query, key, value [N, H, L, head], scaling, mask, causal.
 Watch = Callable[[Tensor, Tensor, Tensor, float, Tensor | None, bool], None]
@@ -20,6 +22,9 @@ Watch = Callable[[Tensor, Tensor, Tensor, float, Tensor | None, bool], None]
 Weights = Mapping[str, Tensor]
 
 JOINED = ("q_proj", "k_proj", "v_proj")
+
+# On a GPU, up to so many tokens the "efficient" attention takes two thirds of the time of the others; beyond, more.
+SHORT = 64
 
 
 class Layer:
@@ -56,7 +61,8 @@ class Layer:
         """The states [N, L, D] that leave the layer; `mask` is added to the logits of attention."""
         own = weights or {}
         weight = self._joined(own, JOINED, self.weight)
-        joined = F.linear(self.module.layer_norm1(states), weight, self.bias)
+        states, normed = add_norm(states, None, self.module.layer_norm1)
+        joined = F.linear(normed, weight, self.bias)
         query, key, value = (self._heads(part) for part in joined.chunk(3, -1))
         if watch is not None:
             watch(query, key, value, self.attention.scale, mask, causal)
@@ -71,7 +77,8 @@ class Layer:
     ) -> Tensor:
         """The same for one token of each sequence, [N, 1, D]: all tokens are keys, but the others need no
         query, no projection and no MLP. `mask` [N, 1, 1, L]."""
-        own, normed = weights or {}, self.module.layer_norm1(states)
+        own = weights or {}
+        states, normed = add_norm(states, None, self.module.layer_norm1)
         first, (weight, bias) = self.attention.q_proj, self.others
         query = F.linear(normed[which][:, None], own.get("self_attn.q_proj.weight", first.weight), first.bias)
         key, value = F.linear(normed, self._joined(own, JOINED[1:], weight), bias).chunk(2, -1)
@@ -104,17 +111,37 @@ class Layer:
         mixed = attend(query, key, value, self.attention.scale, mask, causal)
         out = self.attention.out_proj
         weight = own.get("self_attn.out_proj.weight", out.weight)
-        states = states + F.linear(mixed.transpose(1, 2).flatten(-2), weight, out.bias)
-        return states + self.module.mlp(self.module.layer_norm2(states))
+        added = F.linear(mixed.transpose(1, 2).flatten(-2), weight, out.bias)
+        states, normed = add_norm(states, added, self.module.layer_norm2)
+        return states + self.module.mlp(normed)
+
+
+def add_norm(states: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """The residual sum, and the layer norm of it."""
+    if usable(states):
+        from drople.kernels.add_norm import AddNorm
+
+        return AddNorm.apply(states, added, norm.weight, norm.bias, norm.eps)
+    states = states if added is None else states + added
+    return states, norm(states)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
     """Fused attention [N, H, L, head]."""
-    # The gradient of torch's fused bf16 attention on a CPU takes 2 to 8 times that of plain products.
-    slow = query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    with sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
+    with _backend(query):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal and mask is None, scale=scaling
         )
+
+
+def _backend(query: Tensor) -> AbstractContextManager[None]:
+    """Where torch's own choice of a kernel is not the fastest."""
+    # The gradient of fused bf16 attention on a CPU takes 2 to 8 times that of plain products.
+    if query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        return sdpa_kernel(SDPBackend.MATH)
+    # Somebody who wants the gradient of a gradient has ruled it out.
+    if query.is_cuda and query.shape[-2] <= SHORT and torch.backends.cuda.mem_efficient_sdp_enabled():
+        return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    return nullcontext()

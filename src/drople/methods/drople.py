@@ -35,7 +35,7 @@ class DeepPromptOptions:
         low=0,
     )
     init: str = option("a photo of a", "words the first layer's context starts from (paper, released)")
-    visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=1)
+    visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=0)
     visual_length: int = option(4, "visual prompts a layer (paper 4, released 4)", low=1)
     lora_rank: int = option(
         0, "rank of LoRA on query and value of the later layers (released 8); 0 is none", low=0
@@ -43,6 +43,10 @@ class DeepPromptOptions:
     lora_towers: Literal["vision", "both"] = option("vision", "which towers have LoRA (released vision)")
     lora_from: int = option(6, "the first layer with LoRA (released 6)", low=0)
     lora_lr: float = option(0.1, "learning rate of LoRA over that of the prompts (released 0.1)", low=0)
+    lora_dropout: float = option(
+        0.0, "share of the update's input features dropped a step (released 0)", low=0, high=0.99
+    )
+    lora_key: bool = option(False, "LoRA on the key too (released false)")
 
 
 class DeepPrompts(PromptMethod):
@@ -65,7 +69,10 @@ class DeepPrompts(PromptMethod):
         if not o.lora_rank or o.lora_from >= len(layers):
             return None
         which = range(o.lora_from, len(layers))
-        return LoRA(layers, which, rank=o.lora_rank, alpha=float(o.lora_rank), names=("q_proj", "v_proj"))
+        names = ("q_proj", "k_proj", "v_proj") if o.lora_key else ("q_proj", "v_proj")
+        return LoRA(
+            layers, which, rank=o.lora_rank, alpha=float(o.lora_rank), names=names, dropout=o.lora_dropout
+        )
 
     def text_states(self) -> Tensor:
         return self.text_prompts()

@@ -1,0 +1,111 @@
+"""Our Triton kernels against plain torch code, by Triton's own interpreter: the same program, run without a GPU."""
+
+import os
+
+# Read when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drople.backbone.tokens import Tokens
+from drople.importance import attention_map, class_score, self_score
+from drople.kernels import usable
+
+pytest.importorskip("triton", reason="Triton is only made for Linux")
+
+from drople.kernels.add_norm import AddNorm
+from drople.kernels.attention_scores import attention_scores
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 99),
+    count=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    length=st.sampled_from([1, 2, 7, 16, 17, 33, 64, 70, 130]),
+    head=st.sampled_from([8, 16, 32, 64, 80]),
+    causal=st.booleans(),
+    hidden=st.booleans(),
+)
+def test_scores_without_a_map(
+    seed: int, count: int, heads: int, length: int, head: int, causal: bool, hidden: bool
+) -> None:
+    torch.manual_seed(seed)
+    # As a layer hands them over: parts of one product, not laid out by heads.
+    query, key = (
+        part.unflatten(-1, (heads, head)).transpose(1, 2)
+        for part in torch.randn(count, length, 2 * heads * head).chunk(2, -1)
+    )
+    anchor = torch.randint(length, (count,))
+    real = torch.ones(count, length, dtype=torch.bool)
+    tokens = Tokens(torch.zeros(count, length, 4), anchor, real, real)
+    if hidden:
+        tokens = Tokens(
+            torch.zeros(count, length, 4), anchor, real, real, hidden=torch.rand(count, length) < 0.5
+        )
+    mask, scaling = tokens.visible(causal), head**-0.5
+    by_class, by_self = attention_scores(query, key, scaling, mask, causal, anchor)
+    attention = attention_map(query, key, scaling, mask, causal)
+    close(by_class, class_score(attention, tokens))
+    close(by_self, self_score(attention, tokens))
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 99),
+    shape=st.sampled_from([(1, 1, 8), (2, 5, 96), (3, 2, 256), (1, 4, 768)]),
+    added=st.booleans(),
+)
+def test_sum_and_norm_and_their_gradient(seed: int, shape: tuple[int, ...], added: bool) -> None:
+    torch.manual_seed(seed)
+    states, more = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1], dtype=torch.float64) for _ in range(2))
+    total = states + more if added else states
+    expected = total, F.layer_norm(total, shape[-1:], weight, bias, 1e-5)
+    ours = AddNorm.apply(states.float(), more.float() if added else None, weight.float(), bias.float(), 1e-5)
+    for one, other in zip(ours, expected, strict=True):
+        close(one.double(), other)
+    factors = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
+    inputs = [states, more] if added else [states]
+
+    def gradient(pair: tuple[Tensor, Tensor], create_graph: bool) -> tuple[Tensor, ...]:
+        loss = sum((f * p.double()).sum() for f, p in zip(factors, pair, strict=True))
+        return torch.autograd.grad(loss, inputs, create_graph=create_graph, retain_graph=True)
+
+    for one, other in zip(gradient(ours, False), gradient(expected, False), strict=True):
+        close(one, other, 1e-4)
+    # The gradient of a gradient.
+    for pair in zip(
+        *(
+            torch.autograd.grad(sum(g.square().sum() for g in gradient(which, True)), inputs)
+            for which in (ours, expected)
+        ),
+        strict=True,
+    ):
+        close(*pair, 1e-3)
+
+
+def test_only_the_norm_or_only_the_sum_is_used() -> None:
+    states, more = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 32, requires_grad=True)
+    weight, bias = torch.randn(32), torch.randn(32)
+    for which in (0, 1):
+        ours = AddNorm.apply(states, more, weight, bias, 1e-5)[which]
+        total = states + more
+        expected = (total, F.layer_norm(total, (32,), weight, bias, 1e-5))[which]
+        for one, other in zip(
+            *(torch.autograd.grad(out.sin().sum(), [states, more]) for out in (ours, expected)), strict=True
+        ):
+            close(one, other, 1e-4)
+
+
+def test_no_kernel_on_a_cpu() -> None:
+    assert not usable(torch.zeros(1, dtype=torch.bfloat16))
