@@ -180,11 +180,10 @@ def test_the_last_layer_needs_the_global_token_alone(operation: Any, learned: st
     more: list[dict[str, Any]] = [{}, {}]
     if learned == "weights":
         torch.manual_seed(1)
-        for extra, tower in zip(more, (backbone.model.vision_model, backbone.model.text_model), strict=True):
-            lora = LoRA(tower.encoder.layers, [1, 2], rank=2, alpha=2.0, names=("q_proj", "v_proj"))
-            for b in lora.b.values():
-                torch.nn.init.normal_(b)
-            extra["weights"] = lora()
+        for extra, width in zip(more, (backbone.vision_width, backbone.text_width), strict=True):
+            lora = LoRA(width, [1, 2], rank=2, alpha=2.0, on="qv")
+            torch.nn.init.normal_(lora.b)
+            extra["updates"] = lora(backbone.dtype)
     if learned == "adapter":
         more = [{"adapt": lambda layer, states: states.sin() if layer else None}] * 2
     found = []
@@ -518,36 +517,37 @@ def test_the_longest_text_that_fits_and_one_more() -> None:
 # LoRA ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("on", ["qv", "k", "qkv"])
 @pytest.mark.parametrize("tower", ["vision", "text"])
-def test_lora_is_a_merged_copy_and_leaves_the_frozen_weights(tower: str) -> None:
+def test_lora_is_a_merged_copy_and_leaves_the_frozen_weights(tower: str, on: str) -> None:
     backbone = tiny_backbone()
     images, sentences = random_images(backbone, 2), backbone.sentences(NAMES)
 
-    def encode(of: Backbone, weights: Any = None) -> Tensor:
+    def encode(of: Backbone, updates: Any = None) -> Tensor:
         if tower == "vision":
-            return of.encode_images(images, weights=weights)
-        return of.encode_text(sentences, weights=weights)
+            return of.encode_images(images, updates=updates)
+        return of.encode_text(sentences, updates=updates)
 
     def layers(of: Backbone) -> Any:
         return (of.model.vision_model if tower == "vision" else of.model.text_model).encoder.layers
 
     before = {name: weight.clone() for name, weight in backbone.model.state_dict().items()}
     frozen = encode(backbone)
-    lora = LoRA(layers(backbone), [0, 2], rank=2, alpha=3.0, names=("q_proj", "v_proj"))
-    assert sum(p.numel() for p in lora.parameters()) == 4 * 2 * 2 * layers(backbone)[0].embed_dim
-    assert torch.equal(encode(backbone, lora()), frozen), "B = 0 changes nothing"
+    lora = LoRA(layers(backbone)[0].embed_dim, [0, 2], rank=2, alpha=3.0, on=on)
+    assert sum(p.numel() for p in lora.parameters()) == 2 * len(on) * 2 * 2 * layers(backbone)[0].embed_dim
+    assert torch.equal(encode(backbone, lora(torch.float32)), frozen), "B = 0 changes nothing"
 
-    for b in lora.b.values():
-        torch.nn.init.normal_(b, std=0.3)
+    torch.nn.init.normal_(lora.b, std=0.3)
     merged = copy.deepcopy(backbone)
-    for i in (0, 2):
-        for name in ("q_proj", "v_proj"):
-            key = f"{i}_self_attn_{name}_weight"
-            update = torch.zeros_like(before[f"{tower}_model.encoder.layers.{i}.self_attn.{name}.weight"])
+    for n, i in enumerate((0, 2)):
+        for m, name in enumerate(on):
+            update = torch.zeros_like(
+                before[f"{tower}_model.encoder.layers.{i}.self_attn.{name}_proj.weight"]
+            )
             for r in range(2):
-                update += 3.0 / 2 * torch.outer(lora.b[key][:, r], lora.a[key][r]).detach()
-            getattr(layers(merged)[i].self_attn, name).weight.data += update
-    ours = encode(backbone, lora())
+                update += 3.0 / 2 * torch.outer(lora.b[n, m, :, r], lora.a[n, m, r]).detach()
+            getattr(layers(merged)[i].self_attn, f"{name}_proj").weight.data += update
+    ours = encode(backbone, lora(torch.float32))
     close(ours, encode(merged))
     assert (ours - frozen).abs().max() > 1e-2
     ours.square().sum().backward()

@@ -1,9 +1,5 @@
-"""Our Triton kernels against plain torch code, by Triton's own interpreter: the same program, run without a GPU."""
-
-import os
-
-# Read when a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
+"""Our Triton kernels against plain torch code, by Triton's own interpreter (conftest.py asks for it): the same
+programs, run without a GPU."""
 
 import pytest
 import torch

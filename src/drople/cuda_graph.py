@@ -60,7 +60,13 @@ class GraphedStep:
                     self.compute(static)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                warnings.catch_warnings(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                # A parameter that both branches use gets its gradient from both streams: it waits for both.
+                warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match")
                 self._clear()
                 shown = self.compute(static)
         finally:

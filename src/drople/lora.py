@@ -1,19 +1,20 @@
-"""Low-rank updates of frozen projections (LoRA), as weights handed to the walk.
+"""Low-rank updates of frozen projections (LoRA), as weights that the layers of a walk add to their own.
 
 The frozen weights are never touched, so the frozen branch cannot carry what was learned.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+PROJECTIONS = "qkv"
+
 
 class LoRA(nn.Module):
-    """`W + (alpha / r) B A` for the named attention projections of some layers.
+    """`(alpha / r) B A` for query, key or value of some layers, all of them from one product.
 
     `dropout` is that of the update's input features, in training: one draw a pass, for all tokens, since
     it is a weight that leaves here.
@@ -21,33 +22,30 @@ class LoRA(nn.Module):
 
     def __init__(
         self,
-        layers: Any,
-        which: Sequence[int],
+        width: int,
+        layers: Sequence[int],
         *,
         rank: int,
         alpha: float,
-        names: Sequence[str],
+        on: Sequence[str] = PROJECTIONS,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.layers, self.on = tuple(layers), tuple(on)
         self.scale, self.dropout = alpha / rank, dropout
-        self.frozen = {
-            (i, f"self_attn.{name}.weight"): layers[i].get_submodule(f"self_attn.{name}").weight
-            for i in which
-            for name in names
-        }
-        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
-        for (i, name), weight in self.frozen.items():
-            key = f"{i}_{name.replace('.', '_')}"
-            self.a[key] = nn.Parameter(torch.empty(rank, weight.shape[1]))
-            nn.init.kaiming_uniform_(self.a[key], a=math.sqrt(5))
-            self.b[key] = nn.Parameter(torch.zeros(weight.shape[0], rank))
+        start = torch.empty(len(layers) * len(on) * rank, width)
+        nn.init.kaiming_uniform_(start, a=math.sqrt(5))
+        self.a = nn.Parameter(start.view(len(layers), len(on), rank, width))
+        self.b = nn.Parameter(torch.zeros(len(layers), len(on), width, rank))
 
-    def forward(self) -> dict[int, dict[str, Tensor]]:
-        weights: dict[int, dict[str, Tensor]] = {}
-        parts = zip(self.frozen.items(), self.a.values(), self.b.values(), strict=True)
-        for ((i, name), weight), a, b in parts:
-            if self.training and self.dropout:
-                a = a * F.dropout(torch.ones_like(a[:1]), self.dropout)
-            weights.setdefault(i, {})[name] = weight + (self.scale * b @ a).to(weight.dtype)
-        return weights
+    def forward(self, dtype: torch.dtype) -> dict[int, Tensor]:
+        """What each layer adds to its joined projections [3 D, D], by the layer's number."""
+        a: Tensor = self.a
+        if self.training and self.dropout:
+            a = a * F.dropout(torch.ones_like(a[:, :, :1]), self.dropout)
+        updates = (self.scale * self.b @ a).to(dtype)
+        if self.on != tuple(PROJECTIONS):
+            there = dict(zip(self.on, updates.unbind(1), strict=True))
+            none = torch.zeros_like(updates[:, 0])
+            updates = torch.stack([there.get(name, none) for name in PROJECTIONS], 1)
+        return dict(zip(self.layers, updates.flatten(1, 2).unbind(), strict=True))

@@ -13,16 +13,19 @@ PROMPT_STD = 0.02  # as CoOp, MaPLe and PromptSRC draw prompts that start from n
 
 class TextPrompts(nn.Module):
     """`P_t^(i)`: context before the class words and supplementary tokens after them, at each of the
-    first `depth` layers. The context of layer 0 starts from words."""
+    first `depth` layers. The context of layer 0 starts from words, and supplementary tokens may."""
 
-    def __init__(self, backbone: Backbone, *, depth: int, length: int, supplementary: int, init: str) -> None:
+    def __init__(
+        self, backbone: Backbone, *, depth: int, length: int, supplementary: int, init: str, after: str = ""
+    ) -> None:
         super().__init__()
         if depth < 1 or length + supplementary < 1:
             raise DropleError("text prompts need a depth of at least 1 and at least one token")
         self.length, self.supplementary = length, supplementary
         start = PROMPT_STD * torch.randn(depth, length + supplementary, backbone.text_width)
-        words = backbone.word_embeddings(init)[:length].cpu()
-        start[0, : len(words)] = words
+        for first, room, text in ((0, length, init), (length, supplementary, after)):
+            words = backbone.word_embeddings(text)[:room].cpu()
+            start[0, first : first + len(words)] = words
         self.prompts = nn.Parameter(start)
 
     def forward(self) -> Tensor:
@@ -42,17 +45,15 @@ class VisualPrompts(nn.Module):
         return self.prompts
 
 
-def deep_prompts(
-    backbone: Backbone, options: Any, supplementary: int = 0
-) -> tuple[TextPrompts, VisualPrompts | None, list[str]]:
+def deep_prompts(backbone: Backbone, options: Any) -> tuple[TextPrompts, VisualPrompts, list[str]]:
     """Independent prompts in both towers, no deeper than these, and the sentences that say where they are not
     as deep as asked."""
     text_depth, text_note = capped(options.text_depth, backbone.text_layers, "text prompts")
     visual_depth, visual_note = capped(options.visual_depth, backbone.vision_layers, "visual prompts")
     text = TextPrompts(
-        backbone, depth=text_depth, length=options.text_length, supplementary=supplementary, init=options.init
+        backbone, depth=text_depth, length=options.text_length, supplementary=0, init=options.init
     )
-    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length) if visual_depth else None
+    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length)
     return text, visual, [note for note in (text_note, visual_note) if note]
 
 

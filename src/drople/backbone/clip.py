@@ -4,7 +4,7 @@ Every dimension is read from the checkpoint's config. Text is encoded at the len
 needs, classes in chunks whose activations fit a budget and are recomputed for the gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import QuickGELUActivation
 
-from drople.backbone.layer import Layer, Weights
+from drople.backbone.layer import Layer
 from drople.backbone.loading import Checkpoint, load_checkpoint
 from drople.backbone.tokens import Tokens, itself, places
-from drople.backbone.walk import Adapt, LayerDropout, walk
+from drople.backbone.walk import Adapt, LayerDropout, Updates, walk
 from drople.errors import DropleError
 
 # Activations kept for the gradient, in units of one [tokens, width] tensor a layer: the inputs of two
@@ -27,8 +27,6 @@ SAVED_UNITS = 10
 # Classes of like length are encoded together, apart from longer ones, where that saves so many tokens of
 # padding: fewer are not worth a walk of their own.
 WORTH_A_GROUP = 4096
-
-LayerWeights = Mapping[int, Weights]
 
 
 @dataclass(frozen=True)
@@ -283,7 +281,7 @@ class Backbone:
         prompts: Tensor | None = None,
         dropout: LayerDropout | None = None,
         class_words_drop: bool = True,
-        weights: LayerWeights | None = None,
+        updates: Updates | None = None,
         adapt: Adapt | None = None,
     ) -> Tensor:
         """Features [K, E], not normalised; `prompts` [depth, M, D] for all sentences or [depth, K, M, D]."""
@@ -300,7 +298,7 @@ class Backbone:
                 causal=True,
                 prompts=entering,
                 dropout=dropout,
-                weights=weights,
+                updates=updates,
                 adapt=adapt,
             )
             eos = tokens.states[places(len(rows), self.device), tokens.anchor]
@@ -339,7 +337,7 @@ class Backbone:
         *,
         prompts: Tensor | None = None,
         dropout: LayerDropout | None = None,
-        weights: LayerWeights | None = None,
+        updates: Updates | None = None,
         adapt: Adapt | None = None,
         tokens: Callable[..., Tokens] = Tokens,
     ) -> Tensor:
@@ -372,7 +370,7 @@ class Backbone:
             causal=False,
             prompts=prompts,
             dropout=dropout,
-            weights=weights,
+            updates=updates,
             adapt=adapt,
         )
         # cls is the first token and never drops, so it stays the first.

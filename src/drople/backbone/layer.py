@@ -4,7 +4,7 @@ The module's forward is written out here because prompts and dropout need what i
 come from one product, a watcher sees them, and the last layer is run for the global token alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,9 +17,6 @@ from drople.kernels import usable
 
 # What a watcher is shown of a layer's attention: query, key, value [N, H, L, head], scaling, mask, causal.
 Watch = Callable[[Tensor, Tensor, Tensor, float, Tensor | None, bool], None]
-
-# What stands in for a layer's attention projections (LoRA), by name, without touching the frozen ones.
-Weights = Mapping[str, Tensor]
 
 JOINED = ("q_proj", "k_proj", "v_proj")
 
@@ -38,8 +35,7 @@ class Layer:
         self.bias = torch.cat([part.bias.detach() for part in parts])
         for part, weight, bias in zip(parts, self.weight.chunk(3), self.bias.chunk(3), strict=True):
             part.weight.data, part.bias.data = weight, bias
-        width = len(self.weight) // 3
-        self.others = self.weight[width:], self.bias[width:]
+        self.width = len(self.weight) // 3
 
     def __reduce__(self) -> tuple[type["Layer"], tuple[Any]]:
         """A copied or sent module's projections are no views any more: they have to be joined anew."""
@@ -56,43 +52,35 @@ class Layer:
         mask: Tensor | None = None,
         causal: bool = False,
         watch: Watch | None = None,
-        weights: Weights | None = None,
+        update: Tensor | None = None,
     ) -> Tensor:
-        """The states [N, L, D] that leave the layer; `mask` is added to the logits of attention."""
-        own = weights or {}
-        weight = self._joined(own, JOINED, self.weight)
+        """The states [N, L, D] that leave the layer. `mask` is added to the logits of attention, `update` to the
+        weight of query, key and value."""
         states, normed = add_norm(states, None, self.module.layer_norm1)
-        joined = F.linear(normed, weight, self.bias)
+        joined = F.linear(normed, self._updated(update), self.bias)
         query, key, value = (self._heads(part) for part in joined.chunk(3, -1))
         if watch is not None:
             watch(query, key, value, self.attention.scale, mask, causal)
-        return self._leave(states, query, key, value, mask, causal, own)
+        return self._leave(states, query, key, value, mask, causal)
 
     def for_one(
         self,
         states: Tensor,
         which: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        weights: Weights | None = None,
+        update: Tensor | None = None,
     ) -> Tensor:
         """The same for one token of each sequence, [N, 1, D]: all tokens are keys, but the others need no
         query, no projection and no MLP. `mask` [N, 1, 1, L]."""
-        own = weights or {}
         states, normed = add_norm(states, None, self.module.layer_norm1)
-        first, (weight, bias) = self.attention.q_proj, self.others
-        query = F.linear(normed[which][:, None], own.get("self_attn.q_proj.weight", first.weight), first.bias)
-        key, value = F.linear(normed, self._joined(own, JOINED[1:], weight), bias).chunk(2, -1)
+        weight, bias, width = self._updated(update), self.bias, self.width
+        query = F.linear(normed[which][:, None], weight[:width], bias[:width])
+        key, value = F.linear(normed, weight[width:], bias[width:]).chunk(2, -1)
         query, key, value = (self._heads(part) for part in (query, key, value))
-        return self._leave(states[which][:, None], query, key, value, mask, False, own)
+        return self._leave(states[which][:, None], query, key, value, mask, False)
 
-    def _joined(self, own: Weights, parts: Sequence[str], frozen: Tensor) -> Tensor:
-        """The weight of some projections together: the frozen one, unless something stands in for a part."""
-        names = {part: f"self_attn.{part}.weight" for part in parts}
-        if not own.keys() & names.values():
-            return frozen
-        return torch.cat(
-            [own.get(name, getattr(self.attention, part).weight) for part, name in names.items()]
-        )
+    def _updated(self, update: Tensor | None) -> Tensor:
+        return self.weight if update is None else self.weight + update
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.attention.head_dim)).transpose(1, 2)
@@ -105,13 +93,11 @@ class Layer:
         value: Tensor,
         mask: Tensor | None,
         causal: bool,
-        own: Weights,
     ) -> Tensor:
         """From query, key and value to the end of the layer."""
         mixed = attend(query, key, value, self.attention.scale, mask, causal)
         out = self.attention.out_proj
-        weight = own.get("self_attn.out_proj.weight", out.weight)
-        added = F.linear(mixed.transpose(1, 2).flatten(-2), weight, out.bias)
+        added = F.linear(mixed.transpose(1, 2).flatten(-2), out.weight, out.bias)
         states, normed = add_norm(states, added, self.module.layer_norm2)
         return states + self.module.mlp(normed)
 

@@ -9,12 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drople.backbone.layer import Layer, Watch, Weights
+from drople.backbone.layer import Layer, Watch
 from drople.backbone.tokens import Tokens, places
 
 # What an adapter adds to a layer's output, token by token, from the layer's number and its input [N, L, D]; None is
 # nothing.
 Adapt = Callable[[int, Tensor], Tensor | None]
+
+# What is added to the joined weight of query, key and value [3 D, D], by the layer's number.
+Updates = Mapping[int, Tensor]
 
 
 class LayerDropout(Protocol):
@@ -40,13 +43,13 @@ def walk(
     causal: bool,
     prompts: Tensor | None = None,
     dropout: LayerDropout | None = None,
-    weights: Mapping[int, Weights] | None = None,
+    updates: Updates | None = None,
     adapt: Adapt | None = None,
 ) -> Tokens:
     """The global tokens after the last layer, or all tokens where dropout reaches it.
 
     `prompts` [depth, M, D] are the prompts of layers 0 to depth-1; those of layer 0 are already in
-    `tokens`. `weights` stands in for attention projections of a layer (LoRA) without touching the frozen ones.
+    `tokens`. `updates` are added to the attention projections of layers (LoRA) without touching the frozen ones.
     `adapt` adds to what a layer gives, beside it, before tokens drop.
     """
     # At once: each index of its own would fill a gradient of zeros.
@@ -54,15 +57,15 @@ def walk(
     for i, layer in enumerate(layers):
         if 0 < i < len(entering):
             tokens = tokens.enter(entering[i])
-        own, before = (weights or {}).get(i), tokens.states
+        update, before = (updates or {}).get(i), tokens.states
         if i == len(layers) - 1 and not (dropout and dropout.reaches(i)):
             which = places(len(before), before.device), tokens.anchor
-            states = layer.for_one(before, which, tokens.visible_to_global(causal), own)
+            states = layer.for_one(before, which, tokens.visible_to_global(causal), update)
             tokens = tokens.only_global(states)
             before = before if adapt is None else before[which][:, None]
         else:
             watch = None if dropout is None else dropout.watch(i, tokens)
-            states = layer(before, tokens.visible(causal), causal, watch, own)
+            states = layer(before, tokens.visible(causal), causal, watch, update)
             tokens = replace(tokens, states=states, hidden=None)
         added = None if adapt is None else adapt(i, before)
         if added is not None:

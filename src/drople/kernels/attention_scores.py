@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Smaller than any logit, and unlike -inf it has a difference to itself.
 NEVER = tl.constexpr(-1e30)
-COLUMNS = 64
+TILE, SHORT = 64, 32
 
 
 @triton.jit
@@ -86,13 +86,14 @@ def attention_scores(
     count, heads, length, head = query.shape
     query, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key))
     by_self, by_class = torch.empty(2, count, heads, length, device=query.device)
-    rows = 64 if length > 32 else 16 if length <= 16 else 32
-    columns = COLUMNS if length > 32 else rows
+    # One tile for a short sequence, which one warp does best.
+    short = length <= SHORT
+    rows = max(16, triton.next_power_of_2(length)) if short else TILE
     added = query if mask is None else mask.expand(count, 1, length, length)
     _scores[triton.cdiv(length, rows), count * heads](
         query, key, added, anchor, by_self, by_class, heads, length, scaling,
         *query.stride()[:3], *key.stride()[:3], added.stride(0), added.stride(2),
-        HEAD=head, DIMS=max(16, triton.next_power_of_2(head)), ROWS=rows, BLOCK=columns,
-        MASKED=mask is not None, CAUSAL=causal,
+        HEAD=head, DIMS=max(16, triton.next_power_of_2(head)), ROWS=rows, BLOCK=rows,
+        MASKED=mask is not None, CAUSAL=causal, num_warps=1 if short else 4,
     )  # fmt: skip
     return by_class.mean(1), by_self.mean(1)

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drople.backbone import Backbone
-from drople.backbone.clip import LayerWeights
-from drople.backbone.walk import Adapt
+from drople.backbone.walk import Adapt, Updates
 from drople.cuda_graph import Branch
 from drople.losses import cross_entropy
 from drople.regulariser import Branches, Progress, Regulariser
@@ -182,11 +181,11 @@ class TowerMethod(Method):
         """The classes as the text tower reads them, with places for prompts where there are any."""
         return self.backbone.sentences([self.task.templates[0].format(word) for word in words])
 
-    def vision_weights(self) -> LayerWeights | None:
-        """What stands in for frozen weights of the image tower."""
+    def vision_updates(self) -> Updates | None:
+        """What the layers of the image tower add to their projections."""
         return None
 
-    def text_weights(self) -> LayerWeights | None:
+    def text_updates(self) -> Updates | None:
         return None
 
     def adapt_vision(self) -> Adapt | None:
@@ -266,7 +265,7 @@ class TowerMethod(Method):
             images,
             prompts=prompts,
             dropout=dropout,
-            weights=self.vision_weights(),
+            updates=self.vision_updates(),
             adapt=self.adapt_vision(),
         )
 
@@ -276,7 +275,7 @@ class TowerMethod(Method):
             prompts=self.text_states(),
             dropout=dropout,
             class_words_drop=self.regulariser is None or self.regulariser.options.class_words_drop,
-            weights=self.text_weights(),
+            updates=self.text_updates(),
             adapt=self.adapt_text(),
         )
 

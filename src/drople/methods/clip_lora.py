@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from drople.backbone import Backbone
-from drople.backbone.clip import LayerWeights
+from drople.backbone.walk import Updates
 from drople.lora import LoRA
 from drople.methods.base import Presets, Task, TowerMethod, register
 from drople.options import option
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,22 @@ class ClipLora(TowerMethod):
 
     def __init__(self, backbone: Backbone, task: Task, options: ClipLoraOptions) -> None:
         super().__init__(backbone, task, options)
-        towers = backbone.model.vision_model, backbone.model.text_model
         self.vision, self.text = (
             LoRA(
-                tower.encoder.layers,
-                range(len(tower.encoder.layers)),
+                width,
+                range(layers),
                 rank=options.rank,
                 alpha=options.lora_alpha * math.sqrt(options.rank),
-                names=PROJECTIONS,
                 dropout=options.lora_dropout,
             )
-            for tower in towers
+            for width, layers in (
+                (backbone.vision_width, backbone.vision_layers),
+                (backbone.text_width, backbone.text_layers),
+            )
         )
 
-    def vision_weights(self) -> LayerWeights:
-        return self.vision()
+    def vision_updates(self) -> Updates:
+        return self.vision(self.backbone.dtype)
 
-    def text_weights(self) -> LayerWeights:
-        return self.text()
+    def text_updates(self) -> Updates:
+        return self.text(self.backbone.dtype)

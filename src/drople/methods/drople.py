@@ -17,12 +17,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
-from drople.backbone.clip import LayerWeights
+from drople.backbone.walk import Updates
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, register
 from drople.options import option
-from drople.prompts import deep_prompts
+from drople.prompts import TextPrompts, VisualPrompts, capped
 from drople.regulariser import RELEASED
+
+TEMPLATE = "template"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class DeepPromptOptions:
         "learnable text tokens after the class words (paper 16; released 24, made by an LLM): they cost novel classes",
         low=0,
     )
-    init: str = option("a photo of a", "words the first layer's context starts from (paper, released)")
+    init: str = option(
+        "a photo of a",
+        "words the first layer's context starts from (paper, released: a photo of a); template = the task's own: words "
+        "before the class are the context, those behind it supplementary tokens",
+    )
     visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=0)
     visual_length: int = option(4, "visual prompts a layer (paper 4, released 4)", low=1)
     lora_rank: int = option(
@@ -57,36 +63,50 @@ class DeepPrompts(PromptMethod):
     def __init__(self, backbone: Backbone, task: Task, options: DeepPromptOptions) -> None:
         super().__init__(backbone, task, options)
         o = options
-        self.text_prompts, self.visual_prompts, notes = deep_prompts(backbone, o, o.supplementary)
-        self.notes += notes
-        self.lora = self._low_rank(backbone.model.vision_model)
-        self.text_lora = self._low_rank(backbone.model.text_model) if o.lora_towers == "both" else None
-
-    def _low_rank(self, tower: Any) -> LoRA | None:
-        o, layers = self.options, tower.encoder.layers
-        if o.lora_rank and o.lora_from >= len(layers):
-            self.notes.append(f"lora_from is {o.lora_from}; this backbone has {len(layers)} layers: no LoRA.")
-        if not o.lora_rank or o.lora_from >= len(layers):
-            return None
-        which = range(o.lora_from, len(layers))
-        names = ("q_proj", "k_proj", "v_proj") if o.lora_key else ("q_proj", "v_proj")
-        return LoRA(
-            layers, which, rank=o.lora_rank, alpha=float(o.lora_rank), names=names, dropout=o.lora_dropout
+        before, after = o.init, ""
+        self.context, self.supplementary = o.text_length, o.supplementary
+        if o.init == TEMPLATE:
+            before, after = task.templates[0].split("{}")
+            self.context, behind = (len(backbone.tokenizer.words(part)) for part in (before, after))
+            self.supplementary += behind
+        text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
+        visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
+        self.notes += [note for note in (text_note, visual_note) if note]
+        self.text_prompts = TextPrompts(
+            backbone,
+            depth=text_depth,
+            length=self.context,
+            supplementary=self.supplementary,
+            init=before,
+            after=after,
         )
+        if visual_depth:
+            self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
+        self.lora = self._low_rank(backbone.vision_width, backbone.vision_layers)
+        both = o.lora_towers == "both"
+        self.text_lora = self._low_rank(backbone.text_width, backbone.text_layers) if both else None
+
+    def _low_rank(self, width: int, layers: int) -> LoRA | None:
+        o = self.options
+        if o.lora_rank and o.lora_from >= layers:
+            self.notes.append(f"lora_from is {o.lora_from}; this backbone has {layers} layers: no LoRA.")
+        if not o.lora_rank or o.lora_from >= layers:
+            return None
+        which = range(o.lora_from, layers)
+        on, alpha = "qkv" if o.lora_key else "qv", float(o.lora_rank)
+        return LoRA(width, which, rank=o.lora_rank, alpha=alpha, on=on, dropout=o.lora_dropout)
 
     def text_states(self) -> Tensor:
         return self.text_prompts()
 
     def sentences(self, words: Sequence[str]) -> Sentences:
-        return self.backbone.prompted(
-            words, context=self.options.text_length, supplementary=self.options.supplementary
-        )
+        return self.backbone.prompted(words, context=self.context, supplementary=self.supplementary)
 
-    def vision_weights(self) -> LayerWeights | None:
-        return None if self.lora is None else self.lora()
+    def vision_updates(self) -> Updates | None:
+        return None if self.lora is None else self.lora(self.backbone.dtype)
 
-    def text_weights(self) -> LayerWeights | None:
-        return None if self.text_lora is None else self.text_lora()
+    def text_updates(self) -> Updates | None:
+        return None if self.text_lora is None else self.text_lora(self.backbone.dtype)
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         low_rank = [p for lora in (self.lora, self.text_lora) if lora is not None for p in lora.parameters()]
