@@ -5,7 +5,8 @@
 ViT-B/16 shapes with random weights, ImageNet's class names, random images on the device. Ours is the whole step of
 `drople.training` in bf16: augmentation, clipping, optimiser. Theirs (`peers.py`) is `forward_backward` in fp16 as
 their configs say, without decoding and augmentation; the naive DroPLe (`naive_drople.py`) is in bf16 without
-augmentation: what is left out favours them. Every rival has a process of its own, new for the cells that decide.
+augmentation, and is the paper's, without the updates and the pull of our default: what is left out favours them. Every
+rival has a process of its own, new for the cells that decide.
 
 A step's time is the median of some blocks of steps, from one synchronisation to the next, after warm-up and capture.
 Peak memory is what torch allocated, without training images; `held` is what it kept from the driver for it. In 8 GB all
@@ -133,11 +134,11 @@ class Worker:
         return step, count
 
     def naive(self, classes: int, batch: int, length: int | None) -> Callable[[], object]:
-        from naive_drople import NaiveDroPLe
+        from naive_drople import WITHOUT, NaiveDroPLe
 
         from drople.regulariser import Progress
 
-        method = self.method("drople", classes)
+        method = self.method("drople", classes, WITHOUT)
         longest = method._sentences.base.shape[1]
         rival, size = NaiveDroPLe(method, length or longest), method.backbone.pixels.size
         images, plain = (
@@ -174,7 +175,7 @@ class Worker:
             self.device,
         )
 
-    def method(self, name: str, classes: int) -> Any:
+    def method(self, name: str, classes: int, options: Row | None = None) -> Any:
         from drople.methods import Task, make
 
         if not hasattr(self, "backbone"):
@@ -182,7 +183,9 @@ class Worker:
 
             dtype = torch.bfloat16 if self.cuda else torch.float32
             self.backbone = shape_backbone(self.job["shape"]).to(self.device, dtype)
-        return make(name, self.backbone, Task(words(classes), ("a photo of a {}.",)), {}).to(self.device)
+        return make(name, self.backbone, Task(words(classes), ("a photo of a {}.",)), options or {}).to(
+            self.device
+        )
 
     def machine(self) -> Row:
         """The rate of matrix products; images a second of ours with folded weights and of the plain tower."""

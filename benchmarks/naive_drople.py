@@ -24,6 +24,9 @@ from drople.regulariser import Regulariser
 # Uniform numbers for the places of one sample that may drop: (modality, layer, sample, places) -> [places].
 Uniform = Callable[[Modality, int, int, Tensor], Tensor]
 
+# Our default adds these; the paper's DroPLe has neither, and that is what is written here.
+WITHOUT = {"lora_rank": 0, "l2": 0.0}
+
 
 def fresh_uniform(modality: Modality, layer: int, sample: int, places: Tensor) -> Tensor:
     return torch.rand(len(places), device=places.device)
@@ -34,7 +37,7 @@ class NaiveDroPLe:
 
     def __init__(self, method: DroPLe, length: int = 77) -> None:
         assert isinstance(method.regulariser, Regulariser) and isinstance(method.regulariser.bridge, Bridge)
-        assert method.visual_prompts is not None
+        assert method.visual_prompts is not None and method.lora is None, "made with the options WITHOUT"
         self.method, self.backbone, self.model = method, method.backbone, method.backbone.model
         self.options, self.regulariser = method.regulariser.options, method.regulariser
         self.bridge, self.visual_prompts = method.regulariser.bridge, method.visual_prompts

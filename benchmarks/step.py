@@ -1,5 +1,5 @@
-"""The cost of a DroPLe training step against another: the same prompts without dropout and residual entropy, or
-DroPLe written plainly (naive_drople.py).
+"""The cost of a DroPLe training step against another: the same prompts, updates and pull without dropout and residual
+entropy, or DroPLe written plainly (naive_drople.py), then the paper's, without updates and pull.
 
     python benchmarks/step.py [--against plain] [--classes 37] [--batch 32] [--steps 12] [--backbone pocket]
     python benchmarks/step.py --against naive
@@ -17,11 +17,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from naive_drople import NaiveDroPLe
+from naive_drople import WITHOUT, NaiveDroPLe
 from torch import Tensor
 
 from drople.backbone import Backbone
 from drople.methods import Batch, Method, Progress, Task, make
+from drople.methods.drople import DeepPromptOptions
+from drople.options import names
 
 
 def words(count: int) -> tuple[str, ...]:
@@ -89,19 +91,22 @@ def main() -> None:
         frozen=torch.randn(given.batch, backbone.embed_dim),
     )
     task = Task(words(given.classes), ("a photo of a {}.",))
-    drople = make("drople", backbone, task, {})
+    naively = given.against == "naive"
+    drople = make("drople", backbone, task, WITHOUT if naively else {})
     ours = loss_of(drople, batch)
     if given.memory:
         step(drople, ours)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         print(f"{given.classes} classes, batch {given.batch}: peak memory {peak:.2f} GB")
         return
-    if given.against == "plain":
-        other = make("baseline", backbone, task, {"consistency": 0.0})
-        theirs = loss_of(other, batch)
-    else:
+    if naively:
         other, naive = drople, NaiveDroPLe(drople)
         theirs = partial(naive.loss, batch.images, batch.images, batch.labels)
+    else:
+        o = drople.options
+        same = {name: getattr(o, name) for name in names(DeepPromptOptions)}
+        other = make("baseline", backbone, task, {**same, "consistency": drople.regulariser.options.l2})
+        theirs = loss_of(other, batch)
     times: dict[str, list[float]] = {"drople": [], given.against: []}
     for number in range(given.steps + 2):
         for name, method, loss in ((given.against, other, theirs), ("drople", drople, ours)):

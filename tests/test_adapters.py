@@ -580,7 +580,14 @@ def test_prompts_without_effect_leave_the_adapter_as_it_is(name: str) -> None:
 
 
 def test_options_of_prompts_and_of_drople_reach_them() -> None:
-    given = {"visual_length": 2, "lora_rank": 2, "lora_from": 1, "p_max": 0.3, "cache_beta": 2.0}
+    given = {
+        "visual_length": 2,
+        "lora_rank": 2,
+        "lora_from": 1,
+        "lora_lr": 0.1,
+        "p_max": 0.3,
+        "cache_beta": 2.0,
+    }
     method: Any = make("dac-v+drople", tiny_backbone(), TASK, given)
     prompts: Any = prompts_of(method)
     assert prompts.options.visual_length == 2 and method.options.cache_beta == 2.0

@@ -150,7 +150,8 @@ def test_fit_takes_its_flags(data: Path, tmp_path: Path) -> None:
         "green",
         "red",
     ]
-    assert config["options"] == {"supplementary": 16, "p_max": 0.4, "scores": ["class", "self"]}
+    paper = {"supplementary": 16, "lora_rank": 0, "l2": 0.0}
+    assert config["options"] == {**paper, "p_max": 0.4, "scores": ["class", "self"]}
     assert config["training"]["batch_size"] == 3 and config["training"]["epochs"] == 1
     assert config["precision"] == "bf16" and len(config["samples"]) == 6
     every = drople("fit", data, "--out", tmp_path / "all", "--shots", "all", "--epochs", 1, *common)

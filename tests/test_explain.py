@@ -40,8 +40,8 @@ def fit(backbone: Any, method: str = "drople", **options: Any) -> PromptLearner:
 
 @pytest.fixture(scope="module")
 def tiny() -> PromptLearner:
-    """On a backbone that the slow references know; lr is large so that prompts have moved."""
-    options = {"visual_depth": 2, "vision_dropout_layers": 2, "supplementary": 16}
+    """On a backbone that the slow references know, whose weights stay; lr is large so that prompts have moved."""
+    options = {"visual_depth": 2, "vision_dropout_layers": 2, "supplementary": 16, "lora_rank": 0}
     return fit(tiny_backbone(vision_layers=3, image=12), lr=0.05, **options)
 
 

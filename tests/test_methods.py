@@ -15,10 +15,9 @@ from checkpoints import picture, pictures, splits, tiny_checkpoint
 from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.learner import PromptLearner
-from drople.methods import REGISTRY, Batch, Method, Progress, Task, find, make, option_names
+from drople.methods import REGISTRY, Batch, Method, Progress, Task, find, make, option_groups, option_names
 from drople.methods.base import TowerMethod, TrainingData
-from drople.methods.drople import DeepPromptOptions
-from drople.regulariser import RELEASED, DropleOptions
+from drople.regulariser import RELEASED
 from drople.training import TrainingOptions
 
 WORDS = ("red", "green", "blue")
@@ -217,18 +216,18 @@ def test_what_is_given_overrides_a_preset(data: Path) -> None:
 
 
 OTHER: dict[str, tuple[Any, ...]] = {
-    # DeepPromptOptions
+    # of the prompts
     "text_depth": (1,),
     "text_length": (2, 0),
     "supplementary": (3,),
-    "init": ("a sketch of", ""),
-    "visual_depth": (1,),
+    "init": ("a sketch of", "", "template"),
+    "visual_depth": (1, 0),
     "visual_length": (2,),
-    "lora_rank": (2,),
-    "lora_towers": ("both",),
+    "lora_rank": (0, 3),
+    "lora_towers": ("vision",),
     "lora_from": (1,),
     "lora_lr": (0.5,),
-    # DropleOptions
+    # of dropout and its terms
     "vision_dropout_layers": (1, 0),
     "text_dropout_layers": (1, 0),
     "p_min": (0.2, 0.0),
@@ -261,11 +260,6 @@ OTHER: dict[str, tuple[Any, ...]] = {
 # An option that shows only together with another.
 WITH: dict[str, dict[str, Any]] = {
     "noise": {"operation": "noise"},
-    # The tiny tower has three vision layers; LoRA's first is the seventh by default.
-    "lora_rank": {"lora_from": 1},
-    "lora_towers": {"lora_rank": 2, "lora_from": 1},
-    "lora_from": {"lora_rank": 2},
-    "lora_lr": {"lora_rank": 2, "lora_from": 1},
     "bridge_scaled": {"bridge_dim": 4},
     "text_length": {"supplementary": 2},
 }
@@ -273,7 +267,7 @@ CASES = [(name, value) for name, values in OTHER.items() for value in values]
 
 
 def test_every_option_is_exercised() -> None:
-    fields = {f.name: f.default for k in (DeepPromptOptions, DropleOptions) for f in dataclasses.fields(k)}
+    fields = {f.name: f.default for k in option_groups("drople").values() for f in dataclasses.fields(k)}
     assert set(OTHER) == set(fields), "name the new option in OTHER"
     assert all(v != fields[name] for name, values in OTHER.items() for v in values)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drople.errors import DropleError
-from drople.options import build, check_range, convert, names, option, typed
+from drople.options import build, check_range, convert, names, option, typed, with_defaults
 from drople.regulariser import DropleOptions
 
 
@@ -102,3 +102,16 @@ def test_options_that_are_checked_together_have_one_spelling() -> None:
     """0.6 is above the default p_max, and right beside another one."""
     text = {"p_min": "0.6", "p_max": "0.8"}
     assert typed(text, DropleOptions) == {"p_min": 0.6, "p_max": 0.8}
+
+
+def test_the_same_options_with_other_defaults() -> None:
+    other = with_defaults(DropleOptions, l2=3.5, p_max=0.4)
+    made = build(other, {"p_min": "0.2"})
+    assert (made.l2, made.p_max, made.p_min) == (3.5, 0.4, 0.2) and isinstance(made, DropleOptions)
+    assert names(other) == names(DropleOptions) and DropleOptions().l2 == 0.0
+    with pytest.raises(DropleError, match="l2"):
+        build(other, {"l2": -1})
+    with pytest.raises(DropleError, match="swap"):
+        build(other, {"p_min": 0.45})
+    with pytest.raises(AssertionError, match="no_such"):
+        with_defaults(DropleOptions, no_such=1)

@@ -1,12 +1,14 @@
 """Learnable prompts: where they start, how many there are, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
-from tiny import tiny_backbone
+from tiny import random_images, tiny_backbone
 
 from drople.backbone import Backbone
 from drople.errors import DropleError
-from drople.methods.base import Task
+from drople.methods import Task, make
 from drople.methods.drople import DeepPromptOptions, DroPLe
 from drople.prompts import PROMPT_STD, TextPrompts, VisualPrompts, capped
 
@@ -97,3 +99,27 @@ def test_a_name_that_does_not_fit_beside_the_prompts() -> None:
     with pytest.raises(DropleError, match=r"cat cat cat.*20 prompt tokens.*24 positions"):
         method.class_features(("dog", "cat cat cat"))
     assert method.class_features(("cat cat",)).shape == (1, backbone.embed_dim)
+
+
+@pytest.mark.parametrize(
+    "template", ["a photo of a {}.", "{} texture.", "a photo of a {}, a type of pet.", "{}", "my {}"]
+)
+def test_context_from_the_template_starts_at_zero_shot(template: str) -> None:
+    """Without visual prompts, and before LoRA has learned, learned and frozen branch are one."""
+    backbone, task = tiny_backbone(), Task(("cat", "polka-dotted dog"), (template,))
+    given = {"init": "template", "text_depth": 1, "visual_depth": 0}
+    method, frozen = (
+        make(name, backbone, task, o).eval() for name, o in (("drople", given), ("zero-shot", {}))
+    )
+    for words in (task.words, ("zebra",)):
+        torch.testing.assert_close(method.class_weights(words), frozen.class_weights(words))
+    images = random_images(backbone, 2)
+    torch.testing.assert_close(method.image_features(images), frozen.image_features(images))
+    deep: Any = make("drople", backbone, task, {**given, "text_depth": 2, "supplementary": 3})
+    before, after = (len(backbone.tokenizer.words(part)) for part in template.split("{}"))
+    assert deep.text_states().shape == (2, before + after + 3, backbone.text_width)
+
+
+def test_a_template_without_words_is_no_start() -> None:
+    with pytest.raises(DropleError, match="no words"):
+        make("drople", tiny_backbone(), Task(("cat",), ("{}",)), {"init": "template"})

@@ -1,4 +1,4 @@
-"""The ablation tables of the paper: each row a label, a method and the options that differ from its defaults.
+"""The ablation tables of the paper, and one of our default: each row a label, a method and options.
 
 What the paper leaves open is our reading. Rows that it marks with "+" keep the baseline's L2 pull and have no
 residual entropy; those below replace the pull. The weights of D_cos and of D_KL + L_1 are CoPrompt's and
@@ -21,6 +21,9 @@ DROPPED = "baseline+drople"
 FULL = "drople"
 NO_ENTROPY: Mapping[str, Any] = {"residual_entropy_visual": 0.0, "residual_entropy_text": 0.0}
 VANILLA: Mapping[str, Any] = {"rate": "uniform", "p_max": 0.5, **NO_ENTROPY}
+# The paper's DroPLe, without the supplementary tokens: these have a row of their own in the table of our default.
+PAPER: Mapping[str, Any] = {"lora_rank": 0, "l2": 0.0}
+NO_DROPOUT: Mapping[str, Any] = {"p_min": 0.0, "p_max": 0.0}
 
 ABLATIONS: dict[str, Sequence[AblationRow]] = {
     # Table 3, its upper part.
@@ -30,37 +33,51 @@ ABLATIONS: dict[str, Sequence[AblationRow]] = {
         AblationRow("+Dropout 0.3", DROPPED, {**VANILLA, "p_max": 0.3}),
         AblationRow("+Dropblock", DROPPED, {**VANILLA, "rate": "block"}),
         AblationRow("+IWTD", DROPPED, NO_ENTROPY),
-        AblationRow("IWTD, D_cos", FULL, {**NO_ENTROPY, "cosine": 8.0}),
-        AblationRow("IWTD, D_KL+L_1", FULL, {**NO_ENTROPY, "kl": 1.0, "l1_text": 25.0, "l1_image": 10.0}),
-        AblationRow("IWTD, L_RE", FULL),
+        AblationRow("IWTD, D_cos", FULL, {**PAPER, **NO_ENTROPY, "cosine": 8.0}),
+        AblationRow(
+            "IWTD, D_KL+L_1", FULL, {**PAPER, **NO_ENTROPY, "kl": 1.0, "l1_text": 25.0, "l1_image": 10.0}
+        ),
+        AblationRow("IWTD, L_RE", FULL, PAPER),
     ),
     # Table 3, its lower part.
     "scores": (
-        AblationRow("S_self", FULL, {"scores": ("self",)}),
-        AblationRow("S_self,cls", FULL, {"scores": ("self", "class")}),
-        AblationRow("S_self,cls,cross", FULL, {"scores": ("self", "class", "cross")}),
+        AblationRow("S_self", FULL, {**PAPER, "scores": ("self",)}),
+        AblationRow("S_self,cls", FULL, {**PAPER, "scores": ("self", "class")}),
+        AblationRow("S_self,cls,cross", FULL, {**PAPER, "scores": ("self", "class", "cross")}),
     ),
     # Table 4: (a), (b) and (c).
     "range": tuple(
-        AblationRow(f"range {low}-{high}", FULL, {"p_min": low / 100, "p_max": high / 100})
+        AblationRow(f"range {low}-{high}", FULL, {**PAPER, "p_min": low / 100, "p_max": high / 100})
         for low, high in ((0, 40), (5, 45), (10, 50), (20, 70))
     ),
     "bridge": tuple(
-        AblationRow(f"xi {count}", FULL, {"bridge_tokens": count}) for count in (16, 32, 64, 128)
+        AblationRow(f"xi {count}", FULL, {**PAPER, "bridge_tokens": count}) for count in (16, 32, 64, 128)
     ),
     "lambda": tuple(
-        AblationRow(f"lambda0 {value:.2f}", FULL, {"lambda0": value}) for value in (0.05, 0.1, 0.2, 0.4)
+        AblationRow(f"lambda0 {value:.2f}", FULL, {**PAPER, "lambda0": value})
+        for value in (0.05, 0.1, 0.2, 0.4)
     ),
     # Appendices C and D.
     "residual": (
-        AblationRow("Linear", FULL, {"residual": "linear"}),
-        AblationRow("Non-linear", FULL, {"residual": "nonlinear"}),
+        AblationRow("Linear", FULL, {**PAPER, "residual": "linear"}),
+        AblationRow("Non-linear", FULL, {**PAPER, "residual": "nonlinear"}),
     ),
     "unimodal": (
         AblationRow("Dropout", DROPPED, VANILLA),
         AblationRow("AD-DROP-Uni", DROPPED, {"rate": "attribution", **NO_ENTROPY}),
         AblationRow("Group-Wise-Uni", DROPPED, {"rate": "group", **NO_ENTROPY}),
         AblationRow("StandOut-Uni", DROPPED, {"rate": "standout", **NO_ENTROPY}),
-        AblationRow("IWTD", FULL),
+        AblationRow("IWTD", FULL, PAPER),
+    ),
+    # What each part of our default is worth.
+    "default": (
+        AblationRow("default", FULL),
+        AblationRow("no dropout", FULL, NO_DROPOUT),
+        AblationRow("uniform dropout 0.3", FULL, {"rate": "uniform", "p_max": 0.3}),
+        AblationRow("no residual entropy", FULL, NO_ENTROPY),
+        AblationRow("no L2 pull", FULL, {"l2": 0.0}),
+        AblationRow("no LoRA", FULL, {"lora_rank": 0}),
+        AblationRow("no LoRA, no L2 pull", FULL, PAPER),
+        AblationRow("16 supplementary tokens", FULL, {"supplementary": 16}),
     ),
 }

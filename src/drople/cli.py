@@ -59,7 +59,9 @@ def fit(
     shots: Annotated[int | Literal["all"], Parameter(help="training images a class, or all")] = 16,
     seed: Annotated[int, Parameter(help="same seed, same machine: the same bytes")] = 1,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
-    preset: Annotated[str | None, Parameter(help="drople has paper (its default) and released")] = None,
+    preset: Annotated[
+        str | None, Parameter(help="drople has paper and released; without one, our own choice")
+    ] = None,
     template: Annotated[str | None, Parameter(help="the sentence around a class name, with {}")] = None,
     classnames: Names = None,
     resume: Annotated[bool, Parameter(help="go on with a run that was stopped")] = False,
@@ -226,8 +228,11 @@ def benchmark(
         Literal["gla"] | None, Parameter(help="adjust predictions after training: gla")
     ] = None,
     ablation: Annotated[
-        Literal["components", "scores", "range", "bridge", "lambda", "residual", "unimodal"] | None,
-        Parameter(help="run the rows of this ablation table of the paper, instead of --methods"),
+        Literal["components", "scores", "range", "bridge", "lambda", "residual", "unimodal", "default"]
+        | None,
+        Parameter(
+            help="run the rows of this ablation table of the paper, or of our default, instead of --methods"
+        ),
     ] = None,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[str | None, Parameter(help="a preset of the methods")] = None,

@@ -18,6 +18,18 @@ def option(default: Any, help: str, *, low: float | None = None, high: float | N
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
 
 
+def with_defaults(kind: type[T], **values: Any) -> type[T]:
+    """The same options, some of them with another default."""
+    hints = typing.get_type_hints(kind)
+    changed = [
+        (f.name, hints[f.name], dataclasses.field(default=values.pop(f.name), metadata=f.metadata))
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.name in values
+    ]
+    assert not values, f"{kind.__name__} has no {', '.join(values)}"
+    return dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+
+
 def names(*kinds: type) -> list[str]:
     return [f.name for kind in kinds for f in dataclasses.fields(kind)]
 

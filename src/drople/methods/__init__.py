@@ -10,7 +10,7 @@ from drople.errors import DropleError, unknown
 from drople.methods.adapter import FeatureAdapter
 from drople.methods.base import REGISTRY, Batch, Method, Task, TowerMethod
 from drople.options import build, names
-from drople.regulariser import DropleOptions, Progress, Regulariser
+from drople.regulariser import Progress, Regulariser
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -47,9 +47,12 @@ def option_groups(name: str) -> dict[str, type]:
     """The options of a method by whose they are: its own, those of the prompts it stands on, DroPLe's."""
     kind, wrapped = find(name)
     groups = {"method": kind.Options}
-    if wrapped and not issubclass(kind, TowerMethod):
-        groups["prompts"] = _prompts().Options
-    return groups | ({"drople": DropleOptions} if wrapped else {})
+    if not wrapped:
+        return groups
+    if not issubclass(kind, TowerMethod):
+        kind = _prompts()
+        groups["prompts"] = kind.Options
+    return groups | {"drople": kind.DropOptions}
 
 
 def option_names(name: str) -> list[str]:
@@ -80,6 +83,7 @@ def make(name: str, backbone: Backbone, task: Task, options: Mapping[str, Any]) 
     return method
 
 
-def _prompts() -> type[Method]:
+def _prompts() -> type[TowerMethod]:
     """The prompts that DroPLe itself trains."""
-    return next(kind for kind in REGISTRY.values() if getattr(kind, "wrapped", False))
+    kinds = (kind for kind in REGISTRY.values() if issubclass(kind, TowerMethod))
+    return next(kind for kind in kinds if getattr(kind, "wrapped", False))

@@ -19,7 +19,7 @@ from drople.backbone import Backbone
 from drople.backbone.walk import Adapt, Updates
 from drople.cuda_graph import Branch
 from drople.losses import cross_entropy
-from drople.regulariser import Branches, Progress, Regulariser
+from drople.regulariser import Branches, DropleOptions, Progress, Regulariser
 from drople.sharding import shared_out
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -166,6 +166,8 @@ class TowerMethod(Method):
 
     # Whether processes may share the classes out: not where a step looks at gradients of its own batch.
     shardable: ClassVar[bool] = True
+    # The options of dropout and its terms, where tokens drop.
+    DropOptions: ClassVar[type[DropleOptions]] = DropleOptions
 
     def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:
         super().__init__(backbone, task, options)

@@ -5,9 +5,10 @@ Models." AAAI 2026. Published average over 11 datasets, base-to-novel, ViT-B/16:
 
 Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text tokens; while training
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
-L = L_CE + L_RE^v + L_RE^t. Our default has no supplementary tokens (preset `paper` has): chosen on images of
-base classes, see docs/results.md. Dropout and regularisation live in `regulariser.py`, so that they wrap
-other methods too.
+L = L_CE + L_RE^v + L_RE^t. That is the preset `paper`. Our default, chosen on images of base classes (see
+docs/results.md), has no supplementary tokens, low-rank updates of both towers beside the prompts (the released
+code has them in the image tower), and half of the baseline's pull. Dropout and regularisation live in
+`regulariser.py`, so that they wrap other methods too.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
 from drople.backbone.walk import Updates
+from drople.errors import DropleError
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, register
-from drople.options import option
+from drople.options import option, with_defaults
 from drople.prompts import TextPrompts, VisualPrompts, capped
-from drople.regulariser import RELEASED
+from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE = "template"
 
@@ -49,10 +51,6 @@ class DeepPromptOptions:
     lora_towers: Literal["vision", "both"] = option("vision", "which towers have LoRA (released vision)")
     lora_from: int = option(6, "the first layer with LoRA (released 6)", low=0)
     lora_lr: float = option(0.1, "learning rate of LoRA over that of the prompts (released 0.1)", low=0)
-    lora_dropout: float = option(
-        0.0, "share of the update's input features dropped a step (released 0)", low=0, high=0.99
-    )
-    lora_key: bool = option(False, "LoRA on the key too (released false)")
 
 
 class DeepPrompts(PromptMethod):
@@ -69,6 +67,11 @@ class DeepPrompts(PromptMethod):
             before, after = task.templates[0].split("{}")
             self.context, behind = (len(backbone.tokenizer.words(part)) for part in (before, after))
             self.supplementary += behind
+            if not self.context + self.supplementary:
+                raise DropleError(
+                    f"init=template: the template {task.templates[0]!r} has no words around the class. Give one that "
+                    'has, or words: init="a photo of a".'
+                )
         text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
         visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
         self.notes += [note for note in (text_note, visual_note) if note]
@@ -93,8 +96,7 @@ class DeepPrompts(PromptMethod):
         if not o.lora_rank or o.lora_from >= layers:
             return None
         which = range(o.lora_from, layers)
-        on, alpha = "qkv" if o.lora_key else "qv", float(o.lora_rank)
-        return LoRA(width, which, rank=o.lora_rank, alpha=alpha, on=on, dropout=o.lora_dropout)
+        return LoRA(width, which, rank=o.lora_rank, alpha=float(o.lora_rank), on="qv")
 
     def text_states(self) -> Tensor:
         return self.text_prompts()
@@ -122,12 +124,18 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
+    Options = with_defaults(DeepPromptOptions, lora_rank=2, lora_towers="both", lora_from=0, lora_lr=1.0)
+    DropOptions = with_defaults(DropleOptions, l2=4.0)
     presets: ClassVar[Presets] = {
-        "paper": {"supplementary": 16},
+        "paper": {"supplementary": 16, "lora_rank": 0, "l2": 0.0},
         "released": {
             **RELEASED,
+            "l2": 0.0,
             "supplementary": 24,
             "lora_rank": 8,
+            "lora_towers": "vision",
+            "lora_from": 6,
+            "lora_lr": 0.1,
             "lr": 2e-4,
             "weight_decay": 5e-5,
             "batch_size": 4,
