@@ -102,7 +102,7 @@ def test_a_name_that_does_not_fit_beside_the_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["a photo of a {}.", "{} texture.", "a photo of a {}, a type of pet.", "{}", "my {}"]
+    "template", ["a photo of a {}.", "{} texture.", "a photo of a {}, a type of pet.", "my {}"]
 )
 def test_context_from_the_template_starts_at_zero_shot(template: str) -> None:
     """Without visual prompts, and before LoRA has learned, learned and frozen branch are one."""
