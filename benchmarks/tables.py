@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from drople.backbone import Backbone
+from drople.data.images import decode, remember
+from drople.learner import ROOM
 from drople.methods import REGISTRY
-from drople.protocols import Run, benchmark, plan, summary
+from drople.protocols import Run, benchmark, find_data, plan, summary
 
 FOUR = ("caltech101", "oxford_pets", "eurosat", "dtd10")
 FIVE = (*FOUR, "pacs")
 SEEDS = (1, 2, 3)
 OURS = ("zero-shot", "drople")
+ROOM_FOR_PICTURES = 16 << 30
 # The rows of the study on real weights (docs/results.md).
 STUDY = ("zero-shot", "coop", "cocoop", "kgcoop", "maple", "promptsrc", "baseline")
 
@@ -44,7 +48,24 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common)
         + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
         + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="released", **common),
+    } | {
+        f"ablation-{name}": plan("base-to-novel", FOUR, (), SEEDS, ablation=name, **common)
+        for name in ("components", "scores", "default")
     }
+
+
+def decode_once(runs: list[Run], root: Path, backbone: str) -> None:
+    """The pictures of all runs, in the parent: workers that are forked from it have them."""
+    remember(ROOM_FOR_PICTURES)
+    pixels = Backbone.load(backbone).pixels
+    for name in dict.fromkeys(name for run in runs for name in (run.dataset, *run.targets)):
+        data, _ = find_data(name, root)
+        rest = (example for part in data.extra.values() for example in part)
+        for examples, size in (
+            ((*data.train, *data.val, *data.test, *rest), pixels.size),
+            (data.train, round(pixels.size * ROOM)),
+        ):
+            decode([example.image for example in examples], size, pixels.resample)
 
 
 def one(job: tuple[Run, Path, Path, str]) -> str:
@@ -82,7 +103,9 @@ def main() -> None:
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
     begun, done = time.monotonic(), 0
     waiting = iter(todo)
-    with mp.get_context("spawn").Pool(given.jobs) as pool:
+    decode_once(todo, given.root, given.backbone)
+    print(f"decoded in {time.monotonic() - begun:.0f} s", flush=True)
+    with mp.get_context("fork").Pool(given.jobs) as pool:
         pending: list[Any] = []
         while True:
             while len(pending) < given.jobs and time.monotonic() - begun < given.seconds:

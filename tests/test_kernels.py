@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drople.backbone.tokens import Tokens
 from drople.importance import attention_map, class_score, self_score
-from drople.kernels import usable
+from drople.kernels import usable, works
 
 pytest.importorskip("triton", reason="Triton is only made for Linux")
 
@@ -105,3 +105,18 @@ def test_only_the_norm_or_only_the_sum_is_used() -> None:
 
 def test_no_kernel_on_a_cpu() -> None:
     assert not usable(torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_where_triton_cannot_build_plain_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    works.cache_clear()
+    assert works(device)
+
+    def refuse(*given: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    works.cache_clear()
+    monkeypatch.setattr(AddNorm, "apply", refuse)
+    with pytest.warns(UserWarning, match=r"no kernels here \(Failed to find C compiler\.\): plain ones"):
+        assert not works(device)
+    works.cache_clear()

@@ -66,10 +66,11 @@ class AddNorm(torch.autograd.Function):
         normed, width = torch.empty_like(states), states.shape[-1]
         rows = states.numel() // width
         means, rates = torch.empty(2, rows, device=states.device)
-        _forward[(rows,)](
-            states, states if added is None else added.contiguous(), total, normed, weight, bias, means, rates,
-            width, epsilon, ADDED=added is not None, **_shape(width),
-        )  # fmt: skip
+        with torch.cuda.device_of(states):
+            _forward[(rows,)](
+                states, states if added is None else added.contiguous(), total, normed, weight, bias, means, rates,
+                width, epsilon, ADDED=added is not None, **_shape(width),
+            )  # fmt: skip
         ctx.save_for_backward(total, weight, bias, means, rates)
         ctx.both, ctx.epsilon = added is not None, epsilon
         ctx.set_materialize_grads(False)
@@ -87,10 +88,11 @@ class AddNorm(torch.autograd.Function):
             result = result if beside is None else result + beside
         else:
             result, gradient = torch.empty_like(total), gradient.contiguous()
-            _backward[(len(means),)](
-                total, gradient, gradient if beside is None else beside.contiguous(), result, weight, means, rates,
-                width, BESIDE=beside is not None, **_shape(width),
-            )  # fmt: skip
+            with torch.cuda.device_of(total):
+                _backward[(len(means),)](
+                    total, gradient, gradient if beside is None else beside.contiguous(), result, weight, means,
+                    rates, width, BESIDE=beside is not None, **_shape(width),
+                )  # fmt: skip
         return result, result if ctx.both else None, None, None, None
 
 

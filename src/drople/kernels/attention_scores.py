@@ -90,10 +90,11 @@ def attention_scores(
     short = length <= SHORT
     rows = max(16, triton.next_power_of_2(length)) if short else TILE
     added = query if mask is None else mask.expand(count, 1, length, length)
-    _scores[triton.cdiv(length, rows), count * heads](
-        query, key, added, anchor, by_self, by_class, heads, length, scaling,
-        *query.stride()[:3], *key.stride()[:3], added.stride(0), added.stride(2),
-        HEAD=head, DIMS=max(16, triton.next_power_of_2(head)), ROWS=rows, BLOCK=rows,
-        MASKED=mask is not None, CAUSAL=causal, num_warps=1 if short else 4,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _scores[triton.cdiv(length, rows), count * heads](
+            query, key, added, anchor, by_self, by_class, heads, length, scaling,
+            *query.stride()[:3], *key.stride()[:3], added.stride(0), added.stride(2),
+            HEAD=head, DIMS=max(16, triton.next_power_of_2(head)), ROWS=rows, BLOCK=rows,
+            MASKED=mask is not None, CAUSAL=causal, num_warps=1 if short else 4,
+        )  # fmt: skip
     return by_class.mean(1), by_self.mean(1)
