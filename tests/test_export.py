@@ -180,8 +180,9 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
         p.numel() for part in (model.vision_model, model.visual_projection) for p in part.parameters()
     )
     method: Any = run.method_
-    learned = sum(p.numel() for part in (method.visual_prompts, method.lora) for p in part.parameters())
-    assert held <= towers + learned + len(run.classes_) * model.config.projection_dim + 200, "no weight twice"
+    learned = sum(p.numel() for p in method.visual_prompts.parameters())
+    classes = len(run.classes_) * model.config.projection_dim
+    assert held <= towers + learned + classes + 200, "no weight twice, and LoRA in the weights"
     for batch in (1, 5):
         images = torch.randint(0, 256, (batch, 32, 32, 3), dtype=torch.uint8)
         probabilities, logits = module(images)
@@ -196,12 +197,18 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
     assert b".py" not in text and b"site-packages" not in text
 
 
-@pytest.mark.parametrize("method", ["clip-lora", "mma", "tip-adapter-f", "linear-probe", "maple", "gallop"])
+KINDS = ("clip-lora", "mma", "tip-adapter-f", "linear-probe", "maple", "gallop", "drople", "dac-v+drople")
+
+
+@pytest.mark.parametrize("method", KINDS)
 def test_methods_of_every_kind_can_be_traced(data: Path, method: str) -> None:
     learner = trained(data, method)
+    before = {name: weight.clone() for name, weight in learner.backbone_.model.state_dict().items()}
     images = [np.asarray(picture(c, 7).crop((0, 0, 32, 32))) for c in ("red", "green", "blue")]
     probabilities, _ = trace(learner).module()(torch.from_numpy(np.stack(images)))
     assert np.abs(probabilities.numpy() - learner.predict_proba(images)).max() < 1e-5
+    after = learner.backbone_.model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items()), "the learner's own stays"
 
 
 # Hub -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ The image tower with what was learned in it, the class weights (the text tower h
 scale, the temperature and the normalisation of pixels, all in one module that can be traced.
 """
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 from drople.errors import DropleError
 from drople.learner import PromptLearner
-from drople.methods import Method
+from drople.methods import Method, TowerMethod
 from drople.methods.adapter import FeatureAdapter
 
 
@@ -31,7 +32,7 @@ class Classifier(nn.Module):
 
     def __init__(self, learner: PromptLearner) -> None:
         super().__init__()
-        method, backbone = learner.method_.eval(), learner.backbone_
+        method = learner.method_.eval()
         # A method with logits of its own needs more than an image and weights: CoCoOp runs the text tower.
         if type(method).logits not in (Method.logits, FeatureAdapter.logits):
             raise DropleError(
@@ -39,7 +40,8 @@ class Classifier(nn.Module):
                 "class weights to fold into a file: export a run of another method, or use --to hub, whose "
                 "folder drople loads with the text tower."
             )
-        self.method = method
+        self.method = method = folded(method)
+        backbone = method.backbone
         # Known to the module, so that tracing finds the frozen weights under their names.
         self.vision, self.projection = backbone.model.vision_model, backbone.model.visual_projection
         self.temperature, self.size = learner.temperature_, backbone.pixels.size
@@ -51,6 +53,22 @@ class Classifier(nn.Module):
         pixels = ((images.float() - self.mean) / self.std).permute(0, 3, 1, 2)
         logits = self.method.logits(pixels, self.class_weights) / self.temperature
         return logits.softmax(-1), logits
+
+
+def folded(method: Method) -> Method:
+    """The method with low-rank updates as a part of the frozen weights, so that a file holds one weight, not the sum
+    of two. Of a backbone of its own: the learner's stays as it is."""
+    if not any(part.vision_updates() for part in _in_towers(method)):
+        return method
+    own = copy.deepcopy(method)
+    for part in _in_towers(own):
+        part.fold()
+    return own
+
+
+def _in_towers(method: Method) -> list[TowerMethod]:
+    """The method, or what it stands on."""
+    return [part for part in method.modules() if isinstance(part, TowerMethod)]
 
 
 def trace(learner: PromptLearner) -> ExportedProgram:

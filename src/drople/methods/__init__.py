@@ -17,7 +17,18 @@ for _module in pkgutil.iter_modules(__path__):
 
 WRAP = "+drople"
 
-__all__ = ["REGISTRY", "Batch", "Method", "Progress", "Task", "find", "make", "option_groups", "option_names"]
+__all__ = [
+    "REGISTRY",
+    "Batch",
+    "Method",
+    "Progress",
+    "Task",
+    "TowerMethod",
+    "find",
+    "make",
+    "option_groups",
+    "option_names",
+]
 
 
 def wraps(kind: type[Method]) -> bool:

@@ -174,6 +174,7 @@ class TowerMethod(Method):
         self.regulariser: Regulariser | None = None
         self.visual_prompts: nn.Module | None = None
         self.shard_classes = False  # set by training where processes share the text encoding out
+        self.folded = False  # whether the image tower has its updates in its weights
 
     def text_states(self) -> Tensor | None:
         """The text prompts of every layer [depth, M, D]."""
@@ -267,9 +268,17 @@ class TowerMethod(Method):
             images,
             prompts=prompts,
             dropout=dropout,
-            updates=self.vision_updates(),
+            updates=None if self.folded else self.vision_updates(),
             adapt=self.adapt_vision(),
         )
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Put what the image tower's layers add to their projections into these: for a copy that predicts, and has
+        a backbone of its own."""
+        for layer, update in (self.vision_updates() or {}).items():
+            self.backbone.vision[layer].weight += update
+        self.folded = True
 
     def encode_text(self, sentences: Any, dropout: Any = None) -> Tensor:
         return self.backbone.encode_text(
