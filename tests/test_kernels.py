@@ -4,11 +4,17 @@ programs, run without a GPU."""
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import random_images, tiny_backbone
 from torch import Tensor
 
+from drople import PromptLearner, importance
+from drople.backbone import layer
 from drople.backbone.tokens import Tokens
+from drople.dropout import DropRule, TokenDropout
+from drople.explain import gradcam
 from drople.importance import attention_map, class_score, self_score
 from drople.kernels import usable, works
 
@@ -101,6 +107,41 @@ def test_only_the_norm_or_only_the_sum_is_used() -> None:
             *(torch.autograd.grad(out.sin().sum(), [states, more]) for out in (ours, expected)), strict=True
         ):
             close(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("tower", ["vision", "text"])
+def test_a_tower_with_our_kernels(tower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features, gradients and what drops are those of the plain code."""
+    backbone = tiny_backbone()
+    images, sentences = random_images(backbone, 2), backbone.prompted(("cat", "polka-dotted dog"), context=2)
+    width = backbone.vision_width if tower == "vision" else backbone.text_width
+    prompts = torch.randn(2, 2, width, requires_grad=True)
+    rule = DropRule(2, 0.1, 0.9, "hide", "layer", "importance", ("class", "self"), False, 0.0)
+    found = []
+    for ours in (False, True):
+        for module in (layer, importance):
+            monkeypatch.setattr(module, "usable", lambda tensor, ours=ours: ours)
+        torch.manual_seed(3)
+        dropout = TokenDropout(rule, "vision" if tower == "vision" else "text", record=True)
+        if tower == "vision":
+            features = backbone.encode_images(images, prompts=prompts, dropout=dropout)
+        else:
+            features = backbone.encode_text(sentences, prompts=prompts, dropout=dropout)
+        (gradient,) = torch.autograd.grad(features.square().sum(), prompts)
+        scores = [value for seen in dropout.seen for value in (*seen.scores.values(), seen.chosen.float())]
+        found.append([features, gradient, *scores])
+    assert len(found[0]) == 2 + 2 * 3
+    for one, other in zip(*found, strict=True):
+        close(one, other, 1e-3)
+
+
+def test_gradcam_finds_the_norm_that_our_kernels_step_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = PromptLearner(tiny_backbone(vision_layers=2, text_layers=2, image=8), epochs=1)
+    learner.fit([(picture(name, n), name) for name in ("red", "blue") for n in range(2)], None)
+    images, targets = random_images(learner.backbone_, 2), torch.tensor([0, 1])
+    plain = gradcam(learner, images, targets)
+    monkeypatch.setattr(layer, "usable", lambda tensor: True)
+    close(gradcam(learner, images, targets), plain, 1e-3)
 
 
 def test_no_kernel_on_a_cpu() -> None:

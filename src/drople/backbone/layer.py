@@ -104,7 +104,7 @@ class Layer:
 
 def add_norm(states: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """The residual sum, and the layer norm of it."""
-    if usable(states):
+    if usable(states) and not norm._forward_hooks:  # explain.py looks at what a norm gives
         from drople.kernels.add_norm import AddNorm
 
         return AddNorm.apply(states, added, norm.weight, norm.bias, norm.eps)
