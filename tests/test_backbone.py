@@ -305,7 +305,7 @@ RULE = DropRule(
     draw="layer",
     rate="importance",
     scores=("class", "self", "cross"),
-    sum_to_one=False,
+    scale="raw",
     noise=0.5,
 )
 

@@ -43,7 +43,7 @@ def rule(**changes: Any) -> DropRule:
         "draw": "layer",
         "rate": "importance",
         "scores": ("class", "self", "cross"),
-        "sum_to_one": False,
+        "scale": "raw",
         "noise": 0.5,
     }
     return DropRule(**(given | changes))
@@ -239,7 +239,7 @@ def replay(
             }
             content = [j for j in range(length) if j != here]
             scores = [by_name[name] for name in drop.scores]
-            slow = slow_importance(scores, content, sum_to_one=drop.sum_to_one)
+            slow = slow_importance(scores, content, drop.scale)
             record = seen[i]
             for j in range(record.chosen.shape[1]):
                 assert float(record.importance[n, j]) == pytest.approx(slow.get(j, 0.0), abs=1e-3)
@@ -305,7 +305,7 @@ def test_towers_against_the_slow_replay(modality: Modality, draw: Any, operation
 @pytest.mark.parametrize("modality", ["vision", "text"])
 @pytest.mark.parametrize("scores", [("class",), ("self",), ("cross",), ("class", "cross")])
 def test_each_score_alone_against_the_slow_replay(modality: Modality, scores: Any) -> None:
-    check_replay(modality, scores=scores, sum_to_one=len(scores) > 1)
+    check_replay(modality, scores=scores, scale=("raw", "sum", "rank")[len(scores) - 1])
 
 
 @pytest.mark.parametrize("modality", ["vision", "text"])

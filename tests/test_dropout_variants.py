@@ -37,7 +37,7 @@ def rule(**changes: Any) -> DropRule:
         "draw": "layer",
         "rate": "uniform",
         "scores": ("class",),
-        "sum_to_one": False,
+        "scale": "raw",
         "noise": 0.0,
     }
     return DropRule(**(given | changes))

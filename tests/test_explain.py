@@ -230,7 +230,7 @@ def test_importance_maps_against_the_slow_scores(tiny: PromptLearner) -> None:
                 "self": [slow_self_score(attention, 0, length, j) for j in range(length)],
                 "cross": [max(cross[:, j].tolist()) for j in range(length)],
             }
-            slow = slow_importance(list(scores.values()), list(range(1, length)), sum_to_one=False)
+            slow = slow_importance(list(scores.values()), list(range(1, length)))
             scores["importance"] = [0.0, *slow.values()]
             scores["probability"] = [0.5 - 0.4 * value for value in scores["importance"]]
             for name, values in scores.items():

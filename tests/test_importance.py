@@ -14,8 +14,10 @@ from torch import Tensor
 from drople.backbone import Tokens
 from drople.dropout import drop_probability
 from drople.importance import (
+    SCALES,
     Bridge,
     Modality,
+    Scale,
     attention_map,
     class_score,
     cross_attention,
@@ -84,11 +86,11 @@ def close(ours: Tensor, slow: Tensor, tolerance: float = TOLERANCE) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(case=cases(), sum_to_one=st.booleans())
-def test_attention_scores_and_importance_against_loops(case: Case, sum_to_one: bool) -> None:
+@given(case=cases(), scale=st.sampled_from(tuple(SCALES)))
+def test_attention_scores_and_importance_against_loops(case: Case, scale: Scale) -> None:
     attention = case.map
     by_class, by_self = class_score(attention, case.tokens), self_score(attention.clone(), case.tokens)
-    ours = importance([by_class, by_self], case.tokens, sum_to_one=sum_to_one)
+    ours = importance([by_class, by_self], case.tokens, scale)
     p = drop_probability(ours, case.tokens.target, 0.1, 0.5)
     for n, length in enumerate(case.lengths):
         slow, anchor, content = slow_map(case, n), int(case.tokens.anchor[n]), case.content(n)
@@ -102,7 +104,7 @@ def test_attention_scores_and_importance_against_loops(case: Case, sum_to_one: b
         spread = max(means[j] for j in content) - min(means[j] for j in content)
         if 0 < spread < 1e-3:
             continue  # min-max of nearly equal numbers magnifies float32's rounding
-        expected = slow_importance([slow_class, slow_self], content, sum_to_one=sum_to_one)
+        expected = slow_importance([slow_class, slow_self], content, scale)
         for j in range(ours.shape[1]):
             assert float(ours[n, j]) == pytest.approx(expected.get(j, 0.0), abs=2e-3), (n, j)
             if j in content:
@@ -150,9 +152,9 @@ def test_all_three_scores_are_averaged() -> None:
     tokens = Tokens(torch.randn(1, 5, 4), torch.tensor([0]), real, real)
     scores = [torch.rand(1, 5) for _ in range(3)]
     lists = [score[0].tolist() for score in scores]
-    for sum_to_one in (False, True):
-        expected = slow_importance(lists, [1, 2, 3, 4], sum_to_one=sum_to_one)
-        ours = importance(scores, tokens, sum_to_one=sum_to_one)
+    for scale in SCALES:
+        expected = slow_importance(lists, [1, 2, 3, 4], scale)
+        ours = importance(scores, tokens, scale)
         close(ours[0], torch.tensor([0.0] + [expected[j] for j in range(1, 5)]))
         assert ours[0, 1:].min() == 0 and ours[0, 1:].max() == 1
 
@@ -180,13 +182,13 @@ def test_padding_and_the_global_token_never_count(case: Case) -> None:
             self_score(attention, each.tokens),
             cross_score(bridge.carried("vision"), each.tokens),
         ]
-        results.append((scores, [importance(scores, each.tokens, sum_to_one=s) for s in (False, True)]))
+        results.append((scores, [importance(scores, each.tokens, scale) for scale in SCALES]))
     (scores, ours), (scores_again, again) = results
     for one, two in zip([*scores, *ours], [*scores_again, *again], strict=True):
         close(one[tokens.content], two[tokens.content], 1e-5)
     loud = [torch.where(tokens.content, s, torch.full_like(s, 9.0)) for s in scores]
-    for sum_to_one, one in zip((False, True), ours, strict=True):
-        close(importance(loud, tokens, sum_to_one=sum_to_one), one, 1e-5)
+    for scale, one in zip(SCALES, ours, strict=True):
+        close(importance(loud, tokens, scale), one, 1e-5)
         assert torch.count_nonzero(one[~tokens.content]) == 0
 
 
@@ -214,7 +216,7 @@ def test_bos_sees_only_itself() -> None:
 def test_tokens_that_are_alike_get_one_half() -> None:
     real = torch.tensor([[True] * 4 + [False], [True, True, False, False, False]])
     tokens = Tokens(torch.zeros(2, 5, 2), torch.tensor([3, 1]), real, real)
-    ours = importance([torch.full((2, 5), 0.2)], tokens, sum_to_one=False)
+    ours = importance([torch.full((2, 5), 0.2)], tokens)
     assert ours.tolist() == [[0.5, 0.5, 0.5, 0, 0], [0.5, 0, 0, 0, 0]]
 
 

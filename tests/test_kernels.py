@@ -116,7 +116,7 @@ def test_a_tower_with_our_kernels(tower: str, monkeypatch: pytest.MonkeyPatch) -
     images, sentences = random_images(backbone, 2), backbone.prompted(("cat", "polka-dotted dog"), context=2)
     width = backbone.vision_width if tower == "vision" else backbone.text_width
     prompts = torch.randn(2, 2, width, requires_grad=True)
-    rule = DropRule(2, 0.1, 0.9, "hide", "layer", "importance", ("class", "self"), False, 0.0)
+    rule = DropRule(2, 0.1, 0.9, "hide", "layer", "importance", ("class", "self"), "raw", 0.0)
     found = []
     for ours in (False, True):
         for module in (layer, importance):

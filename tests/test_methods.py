@@ -238,7 +238,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "draw": ("shared", "one_layer"),
     "rate": ("uniform", "block", "group", "standout", "attribution"),
     "scores": (("class",), ("self",), ("cross",), ("class", "cross")),
-    "score_sum_to_one": (True,),
+    "score_scale": ("sum", "rank"),
     "class_words_drop": (False,),
     "bridge_tokens": (5,),
     "bridge_dim": (7,),

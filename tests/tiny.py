@@ -177,13 +177,15 @@ def slow_bridge_attention(
     return torch.stack(rows), projected
 
 
-def slow_importance(scores: list[list[float]], content: list[int], *, sum_to_one: bool) -> dict[int, float]:
+def slow_importance(scores: list[list[float]], content: list[int], scale: str = "raw") -> dict[int, float]:
     """The normalised importance of each content token j; `scores[s][j]`."""
     if not content:
         return {}
-    if sum_to_one:
+    if scale == "sum":
         totals = [sum(score[j] for j in content) for score in scores]
         scores = [[v / t for v in score] if t else score for score, t in zip(scores, totals, strict=True)]
+    if scale == "rank":
+        scores = [[float(sum(score[k] < v for k in content)) for v in score] for score in scores]
     mean = {j: sum(score[j] for score in scores) / len(scores) for j in content}
     low, high = min(mean.values()), max(mean.values())
     if high == low:

@@ -17,6 +17,7 @@ from drople.backbone.tokens import Tokens
 from drople.importance import (
     Bridge,
     Modality,
+    Scale,
     Score,
     attention_scores,
     cross_score,
@@ -43,7 +44,7 @@ class DropRule:
     draw: Draw
     rate: Rate  # `uniform` is vanilla dropout: every target token with p_max; `block` too, in runs
     scores: tuple[Score, ...]
-    sum_to_one: bool  # divide each score by its sum first (released code)
+    scale: Scale  # of each score before they are averaged
     noise: float  # standard deviation of `noise`
 
 
@@ -250,7 +251,7 @@ class TokenDropout:
 def by_importance(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:
     for name in dropout.rule.scores:
         scores[name] = dropout._score(name, tokens)
-    return importance(list(scores.values()), tokens, sum_to_one=dropout.rule.sum_to_one)
+    return importance(list(scores.values()), tokens, dropout.rule.scale)
 
 
 def uniform(dropout: TokenDropout, layer: int, tokens: Tokens, scores: dict[Score, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ passes no gradient, so nothing here but the alignment loss keeps a graph.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from drople.kernels import usable
 
 Modality = Literal["vision", "text"]
 Score = Literal["class", "self", "cross"]
+Scale = Literal["raw", "sum", "rank"]
 
 
 def attention_scores(
@@ -132,16 +133,35 @@ def cross_score(carried: Tensor, tokens: Tokens) -> Tensor:
     return cross_attention(carried, tokens.states, tokens.real).amax(1)
 
 
-def importance(scores: Sequence[Tensor], tokens: Tokens, *, sum_to_one: bool) -> Tensor:
+# What is done to each score before they are averaged. (score [N, L], content [N, L]) -> [N, L]
+
+
+def raw(score: Tensor, content: Tensor) -> Tensor:
+    return score
+
+
+def over_sum(score: Tensor, content: Tensor) -> Tensor:
+    return score / (score * content).sum(1, keepdim=True).clamp_min(1e-12)
+
+
+def rank(score: Tensor, content: Tensor) -> Tensor:
+    """How many content tokens of the sequence have a smaller score."""
+    smaller = score[:, None, :] < score[:, :, None]
+    return (smaller & content[:, None, :]).sum(-1, dtype=score.dtype)
+
+
+SCALES: dict[Scale, Callable[[Tensor, Tensor], Tensor]] = {"raw": raw, "sum": over_sum, "rank": rank}
+
+
+def importance(scores: Sequence[Tensor], tokens: Tokens, scale: Scale = "raw") -> Tensor:
     """The normalised importance in [0, 1] of every content token, 0 elsewhere. [N, L]
 
-    The scores' average, min-max over the content tokens of each sequence. `sum_to_one` divides each
-    score by its sum first (released code). Where all tokens are alike nothing is known: 1/2.
+    The scores' average, min-max over the content tokens of each sequence. Where all tokens are alike nothing
+    is known: 1/2.
     """
     content, device = tokens.content, tokens.real.device
-    if sum_to_one:
-        scores = [s / (s * content).sum(1, keepdim=True).clamp_min(1e-12) for s in scores]
-    mean = torch.stack(list(scores)).mean(0)
+    scores = [SCALES[scale](score, content) for score in scores]
+    mean = torch.stack(scores).mean(0)
     low = torch.where(content, mean, number(torch.inf, device)).amin(1, keepdim=True)
     high = torch.where(content, mean, number(-torch.inf, device)).amax(1, keepdim=True)
     spread = high - low

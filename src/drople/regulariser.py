@@ -16,7 +16,7 @@ from drople.attribution import FirstPass
 from drople.backbone import Backbone
 from drople.dropout import Draw, DropRule, Operation, Rate, TokenDropout
 from drople.errors import DropleError
-from drople.importance import Bridge, Modality, Score
+from drople.importance import Bridge, Modality, Scale, Score
 from drople.losses import kl_consistency, l1_consistency, l2_consistency
 from drople.nonlinear_residual import NonlinearResidual
 from drople.options import option
@@ -71,8 +71,10 @@ class DropleOptions:
     scores: tuple[Score, ...] = option(
         ("class", "self", "cross"), "scores averaged into the importance (paper: all)"
     )
-    score_sum_to_one: bool = option(
-        False, "divide each score by its sum over the tokens first (released: true)"
+    score_scale: Scale = option(
+        "raw",
+        "what is averaged: raw = the scores as they are (paper), sum = each over its sum (released), rank = the order of "
+        "the tokens by each, so that no score outweighs the others and no token (bos, a sink of attention) the rest",
     )
     class_words_drop: bool = option(True, "class words are targets too (paper true, released false)")
     bridge_tokens: int = option(64, "bridge tokens xi (paper, released 64)", low=1)
@@ -126,7 +128,7 @@ class DropleOptions:
 RELEASED = {
     "text_dropout_layers": 9,
     "operation": "noise",
-    "score_sum_to_one": True,
+    "score_scale": "sum",
     "class_words_drop": False,
     "bridge_dim": 512,
     "bridge_scaled": False,
@@ -218,7 +220,7 @@ class Regulariser(nn.Module):
             draw=o.draw,
             rate=o.rate,
             scores=o.scores,
-            sum_to_one=o.score_sum_to_one,
+            scale=o.score_scale,
             noise=o.noise,
         )
         return TokenDropout(

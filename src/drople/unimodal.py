@@ -57,7 +57,7 @@ def density(states: Tensor, counted: Tensor) -> Tensor:
 
 def group_value(tokens: Tokens) -> Tensor:
     """1 for the loneliest content token of a sequence, 0 for those in the densest cell. [N, L]"""
-    return importance([-density(tokens.states, tokens.content)], tokens, sum_to_one=False)
+    return importance([-density(tokens.states, tokens.content)], tokens)
 
 
 class Standout(nn.Module):
