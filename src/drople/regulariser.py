@@ -73,8 +73,8 @@ class DropleOptions:
     )
     score_scale: Scale = option(
         "raw",
-        "what is averaged: raw = the scores as they are (paper), sum = each over its sum (released), rank = the order of "
-        "the tokens by each, so that no score outweighs the others and no token (bos, a sink of attention) the rest",
+        "what is averaged: raw = the scores as they are (paper), sum = each over its sum (released), rank = the order "
+        "of the tokens by each, so that no score outweighs the others and no token (bos, a sink of attention) the rest",
     )
     class_words_drop: bool = option(True, "class words are targets too (paper true, released false)")
     bridge_tokens: int = option(64, "bridge tokens xi (paper, released 64)", low=1)
