@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,12 @@ class Worker:
         return step, count
 
     def naive(self, classes: int, batch: int, length: int | None) -> Callable[[], object]:
-        from naive_drople import WITHOUT, NaiveDroPLe
+        from naive_drople import NaiveDroPLe
 
+        from drople.ablations import PAPER
         from drople.regulariser import Progress
 
-        method = self.method("drople", classes, WITHOUT)
+        method = self.method("drople", classes, PAPER)
         longest = method._sentences.base.shape[1]
         rival, size = NaiveDroPLe(method, length or longest), method.backbone.pixels.size
         images, plain = (
@@ -175,7 +176,7 @@ class Worker:
             self.device,
         )
 
-    def method(self, name: str, classes: int, options: Row | None = None) -> Any:
+    def method(self, name: str, classes: int, options: Mapping[str, Any] | None = None) -> Any:
         from drople.methods import Task, make
 
         if not hasattr(self, "backbone"):

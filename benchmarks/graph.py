@@ -57,8 +57,8 @@ def main() -> None:
     if not torch.equal(eager, graph):
         # Some kernels (a gradient of a gradient has them) give other bits each time.
         again, _ = train(given, False)
-        same, own = ((a - eager).abs().max().item() for a in (graph, again))
-        same = f"differ by up to {same:.1e}, and by {own:.1e} from one plain training to the next"
+        apart, own = ((a - eager).abs().max().item() for a in (graph, again))
+        same = f"differ by up to {apart:.1e}, and by {own:.1e} from one plain training to the next"
     print(f"{given.method}, {given.classes} classes, batch {given.batch}, {torch.cuda.get_device_name()}")
     print(f"  kernel by kernel {1000 * slow:7.1f} ms a step\n  CUDA graph       {1000 * fast:7.1f} ms a step")
     print(f"  ratio            {slow / fast:7.1f}; parameters {same}")

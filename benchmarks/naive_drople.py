@@ -1,7 +1,7 @@
 """DroPLe written plainly, as the released code writes it: what the fast step is measured against.
 
-The same method as `drople.methods.drople` (`tests/test_naive_drople.py` holds loss and gradients to it), with the
-released code's way of working:
+The same method as `drople.methods.drople` with the options `drople.ablations.PAPER` (`tests/test_naive_drople.py` holds
+loss and gradients to it), with the released code's way of working:
 
 - every layer of both towers makes its attention map, with a graph;
 - every class is encoded at once, at 77 tokens (the released code pads to its longest class plus 24: `length`);
@@ -24,9 +24,6 @@ from drople.regulariser import Regulariser
 # Uniform numbers for the places of one sample that may drop: (modality, layer, sample, places) -> [places].
 Uniform = Callable[[Modality, int, int, Tensor], Tensor]
 
-# Our default adds these; the paper's DroPLe has neither, and that is what is written here.
-WITHOUT = {"lora_rank": 0, "l2": 0.0}
-
 
 def fresh_uniform(modality: Modality, layer: int, sample: int, places: Tensor) -> Tensor:
     return torch.rand(len(places), device=places.device)
@@ -37,7 +34,9 @@ class NaiveDroPLe:
 
     def __init__(self, method: DroPLe, length: int = 77) -> None:
         assert isinstance(method.regulariser, Regulariser) and isinstance(method.regulariser.bridge, Bridge)
-        assert method.visual_prompts is not None and method.lora is None, "made with the options WITHOUT"
+        assert method.visual_prompts is not None and method.lora is None, (
+            "made with the options ablations.PAPER"
+        )
         self.method, self.backbone, self.model = method, method.backbone, method.backbone.model
         self.options, self.regulariser = method.regulariser.options, method.regulariser
         self.bridge, self.visual_prompts = method.regulariser.bridge, method.visual_prompts

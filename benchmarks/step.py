@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from naive_drople import WITHOUT, NaiveDroPLe
+from naive_drople import NaiveDroPLe
 from torch import Tensor
 
+from drople.ablations import PAPER
 from drople.backbone import Backbone
 from drople.methods import Batch, Method, Progress, Task, make
 from drople.methods.drople import DeepPromptOptions
@@ -92,7 +93,7 @@ def main() -> None:
     )
     task = Task(words(given.classes), ("a photo of a {}.",))
     naively = given.against == "naive"
-    drople = make("drople", backbone, task, WITHOUT if naively else {})
+    drople = make("drople", backbone, task, PAPER if naively else {})
     ours = loss_of(drople, batch)
     if given.memory:
         step(drople, ours)
@@ -103,8 +104,7 @@ def main() -> None:
         other, naive = drople, NaiveDroPLe(drople)
         theirs = partial(naive.loss, batch.images, batch.images, batch.labels)
     else:
-        o = drople.options
-        same = {name: getattr(o, name) for name in names(DeepPromptOptions)}
+        same = {name: getattr(drople.options, name) for name in names(DeepPromptOptions)}
         other = make("baseline", backbone, task, {**same, "consistency": drople.regulariser.options.l2})
         theirs = loss_of(other, batch)
     times: dict[str, list[float]] = {"drople": [], given.against: []}

@@ -12,10 +12,11 @@ import torch
 from tiny import random_images, tiny_backbone
 from torch import Tensor
 
+from drople.ablations import PAPER
 from drople.methods import Batch, Progress, Task, make
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from naive_drople import WITHOUT, NaiveDroPLe
+from naive_drople import NaiveDroPLe
 
 WORDS = ("cat", "a very long name of a bird", "red apple", "dog")
 
@@ -24,7 +25,7 @@ def setting(options: dict[str, Any]) -> tuple[Any, NaiveDroPLe, Batch, Tensor]:
     backbone = tiny_backbone()
     torch.manual_seed(3)
     given = {"text_depth": 2, "visual_depth": 3, "supplementary": 3, "lambda0": 0.4, "bridge_tokens": 5}
-    method: Any = make("drople", backbone, Task(WORDS, ("a photo of a {}.",)), given | WITHOUT | options)
+    method: Any = make("drople", backbone, Task(WORDS, ("a photo of a {}.",)), {**given, **PAPER, **options})
     method.advance(Progress(5, 10, 0, 1))
     images, plain = random_images(backbone, 3), random_images(backbone, 3, seed=2)
     with torch.no_grad():

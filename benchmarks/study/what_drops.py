@@ -87,10 +87,9 @@ def main() -> None:
         print(f"| {i + 1} | {kinds} |")
     log = [json.loads(line) for line in (given.run / "log.jsonl").read_text("utf-8").splitlines()]
     values = [row["alignment"] for row in log]
-    half = next(n for n, value in enumerate(values) if value < values[0] / 100)
-    print(
-        f"\nalignment loss: {values[0]:.3f} at first, {values[-1]:.1e} at last; below a hundredth after {half} steps"
-    )
+    gone = next((n for n, value in enumerate(values) if value < values[0] / 100), None)
+    when = "never below a hundredth" if gone is None else f"below a hundredth after {gone} steps"
+    print(f"\nalignment loss: {values[0]:.3f} at first, {values[-1]:.1e} at last; {when}")
 
 
 if __name__ == "__main__":

@@ -45,16 +45,29 @@ class VisualPrompts(nn.Module):
         return self.prompts
 
 
-def deep_prompts(backbone: Backbone, options: Any) -> tuple[TextPrompts, VisualPrompts, list[str]]:
-    """Independent prompts in both towers, no deeper than these, and the sentences that say where they are not
-    as deep as asked."""
-    text_depth, text_note = capped(options.text_depth, backbone.text_layers, "text prompts")
-    visual_depth, visual_note = capped(options.visual_depth, backbone.vision_layers, "visual prompts")
-    text = TextPrompts(
-        backbone, depth=text_depth, length=options.text_length, supplementary=0, init=options.init
+def deep_text(
+    backbone: Backbone, options: Any, supplementary: int = 0, after: str = ""
+) -> tuple[TextPrompts, list[str]]:
+    """Text prompts no deeper than the tower, and the sentence that says where they are not as deep as asked."""
+    depth, note = capped(options.text_depth, backbone.text_layers, "text prompts")
+    length, init = options.text_length, options.init
+    prompts = TextPrompts(
+        backbone, depth=depth, length=length, supplementary=supplementary, init=init, after=after
     )
-    visual = VisualPrompts(backbone, depth=visual_depth, length=options.visual_length)
-    return text, visual, [note for note in (text_note, visual_note) if note]
+    return prompts, [note] if note else []
+
+
+def deep_visual(backbone: Backbone, options: Any) -> tuple[VisualPrompts, list[str]]:
+    """The same for images."""
+    depth, note = capped(options.visual_depth, backbone.vision_layers, "visual prompts")
+    return VisualPrompts(backbone, depth=depth, length=options.visual_length), [note] if note else []
+
+
+def deep_prompts(backbone: Backbone, options: Any) -> tuple[TextPrompts, VisualPrompts, list[str]]:
+    """Independent prompts in both towers."""
+    text, text_notes = deep_text(backbone, options)
+    visual, visual_notes = deep_visual(backbone, options)
+    return text, visual, text_notes + visual_notes
 
 
 def capped(depth: int, layers: int, what: str) -> tuple[int, str | None]:

@@ -12,7 +12,7 @@ code has them in the image tower), and half of the baseline's pull. Dropout and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from drople.errors import DropleError
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, register
 from drople.options import option, with_defaults
-from drople.prompts import TextPrompts, VisualPrompts, capped
+from drople.prompts import deep_text, deep_visual
 from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE = "template"
@@ -72,19 +72,12 @@ class DeepPrompts(PromptMethod):
                     f"init=template: the template {task.templates[0]!r} has no words around the class. Give one that "
                     'has, or words: init="a photo of a".'
                 )
-        text_depth, text_note = capped(o.text_depth, backbone.text_layers, "text prompts")
-        visual_depth, visual_note = capped(o.visual_depth, backbone.vision_layers, "visual prompts")
-        self.notes += [note for note in (text_note, visual_note) if note]
-        self.text_prompts = TextPrompts(
-            backbone,
-            depth=text_depth,
-            length=self.context,
-            supplementary=self.supplementary,
-            init=before,
-            after=after,
-        )
-        if visual_depth:
-            self.visual_prompts = VisualPrompts(backbone, depth=visual_depth, length=o.visual_length)
+        own = replace(o, text_length=self.context, init=before)
+        self.text_prompts, notes = deep_text(backbone, own, self.supplementary, after)
+        self.notes += notes
+        if o.visual_depth:
+            self.visual_prompts, notes = deep_visual(backbone, o)
+            self.notes += notes
         self.lora = self._low_rank(backbone.vision_width, backbone.vision_layers)
         both = o.lora_towers == "both"
         self.text_lora = self._low_rank(backbone.text_width, backbone.text_layers) if both else None
