@@ -45,8 +45,8 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         + plan("base-to-novel", ("pacs",), OURS, SEEDS, **common)
         + plan("long-tail", ("pacs",), OURS, SEEDS, **common),
         "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
-        "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common)
-        + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
+        "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
+        "study-presets": plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
         + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="released", **common),
     } | {
         f"ablation-{name}": plan("base-to-novel", FOUR, (), SEEDS, ablation=name, **common)
@@ -99,7 +99,8 @@ def main() -> None:
         if given.datasets is None or run.dataset in given.datasets
     ]
     runs = list({run.path: run for run in wanted}.values())
-    todo = [run for run in runs if not (given.out / run.path).exists()]
+    # The longest first, so that none is left alone at the end.
+    todo = sorted((r for r in runs if not (given.out / r.path).exists()), key=lambda r: -(r.shots or 0))
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
     begun, done = time.monotonic(), 0
     waiting = iter(todo)
