@@ -45,6 +45,7 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         + plan("base-to-novel", ("pacs",), OURS, SEEDS, **common)
         + plan("long-tail", ("pacs",), OURS, SEEDS, **common),
         "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
+        "study-shift": plan("domain-shift", ("pacs",), (*STUDY, "drople"), SEEDS, **common),
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
         "study-presets": plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
         + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="released", **common),
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="*", default=None)
     parser.add_argument("--methods", nargs="*", default=None, help="only these of the tables' methods")
     parser.add_argument("--without", nargs="*", default=(), help="all but these")
+    parser.add_argument("--labels", nargs="*", default=None, help="only these of the tables' rows")
     parser.add_argument("--datasets", nargs="*", default=None, help="only these of the tables' datasets")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
@@ -96,6 +98,7 @@ def main() -> None:
         if not given.tables or name in given.tables
         for run in runs
         if run.method not in given.without and (given.methods is None or run.method in given.methods)
+        if given.labels is None or run.label in given.labels
         if given.datasets is None or run.dataset in given.datasets
     ]
     runs = list({run.path: run for run in wanted}.values())

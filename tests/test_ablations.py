@@ -10,11 +10,12 @@ import pytest
 import torch
 from checkpoints import COLOURS, drople, own_folder, splits, tiny_checkpoint
 
-from drople.ablations import ABLATIONS
+from drople.ablations import ABLATIONS, PAPER
 from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.methods import Batch, Progress, Task, make
 from drople.methods.base import PromptMethod
+from drople.methods.drople import DroPLe
 from drople.protocols import Run, benchmark, plan
 from drople.tables import render, tables
 
@@ -65,6 +66,10 @@ def test_the_tables_are_those_of_the_paper() -> None:
     assert sizes == expected
     labels = [row.label for rows in ABLATIONS.values() for row in rows]
     assert len(set(labels)) == len(labels), "rows of several tables may lie in one folder"
+
+
+def test_they_stand_on_the_preset_of_the_paper() -> None:
+    assert DroPLe.presets["paper"] == {**PAPER, "supplementary": 16}
 
 
 def test_the_settings_are_those_the_paper_prints() -> None:

@@ -218,13 +218,14 @@ def test_what_is_given_overrides_a_preset(data: Path) -> None:
 OTHER: dict[str, tuple[Any, ...]] = {
     # of the prompts
     "text_depth": (1,),
-    "text_length": (2, 0),
+    "text_length": (4, 0),
     "supplementary": (3,),
     "init": ("a sketch of", "", "template"),
     "visual_depth": (1, 0),
     "visual_length": (2,),
-    "lora_rank": (0, 3),
-    "lora_towers": ("vision",),
+    "coupled": (False,),
+    "lora_rank": (3,),
+    "lora_towers": ("both",),
     "lora_from": (1,),
     "lora_lr": (0.5,),
     # of dropout and its terms
@@ -254,13 +255,18 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "l1_text": (2.0,),
     "l1_image": (2.0,),
     "kl": (2.0,),
-    "l2": (2.0,),
+    "l2": (3.0,),
     "cosine": (2.0,),
 }
 # An option that shows only together with another.
 WITH: dict[str, dict[str, Any]] = {
     "noise": {"operation": "noise"},
     "bridge_scaled": {"bridge_dim": 4},
+    "visual_length": {"coupled": False},
+    "lora_rank": {"lora_from": 0},
+    "lora_towers": {"lora_rank": 2, "lora_from": 0},
+    "lora_from": {"lora_rank": 2},
+    "lora_lr": {"lora_rank": 2, "lora_from": 0},
     "text_length": {"supplementary": 2},
 }
 CASES = [(name, value) for name, values in OTHER.items() for value in values]

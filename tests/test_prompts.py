@@ -10,7 +10,7 @@ from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.methods import Task, make
 from drople.methods.drople import DeepPromptOptions, DroPLe
-from drople.prompts import PROMPT_STD, TextPrompts, VisualPrompts, capped
+from drople.prompts import PROMPT_STD, CoupledPrompts, TextPrompts, VisualPrompts, capped, words_behind
 
 
 def words_of(backbone: Backbone, text: str) -> torch.Tensor:
@@ -99,6 +99,51 @@ def test_a_name_that_does_not_fit_beside_the_prompts() -> None:
     with pytest.raises(DropleError, match=r"cat cat cat.*20 prompt tokens.*24 positions"):
         method.class_features(("dog", "cat cat cat"))
     assert method.class_features(("cat cat",)).shape == (1, backbone.embed_dim)
+
+
+def test_coupled_prompts_are_a_linear_function_of_the_context() -> None:
+    backbone = tiny_backbone()
+    text = TextPrompts(backbone, depth=3, length=2, supplementary=4, init="a photo")
+    visual = CoupledPrompts(backbone, text, depth=2)
+    made = visual()
+    assert made.shape == (2, 2, backbone.vision_width)
+    for layer in range(2):
+        for token in range(2):
+            slow = visual.bias[layer, 0] + text()[layer, token] @ visual.weight[layer]
+            torch.testing.assert_close(made[layer, token], slow)
+    made.sum().backward()
+    assert text.prompts.grad is not None and text.prompts.grad[:2, :2].abs().min() > 0
+    assert not text.prompts.grad[2].any() and not text.prompts.grad[:, 2:].any()
+
+
+def test_the_default_has_the_prompts_of_maple() -> None:
+    """The same numbers in both give the same features of images and of classes, seen or not."""
+    backbone, task = tiny_backbone(), Task(("cat", "polka-dotted dog"), ("a photo of a {}.",))
+    ours, theirs = (make(name, backbone, task, {}).eval() for name in ("drople", "maple+drople"))
+    ours.load_state_dict(theirs.state_dict())
+    images = random_images(backbone, 2)
+    assert torch.equal(ours.image_features(images), theirs.image_features(images))
+    assert torch.equal(
+        ours.class_features(("zebra", *task.words)), theirs.class_features(("zebra", *task.words))
+    )
+
+
+def test_words_of_init_behind_the_context_stay() -> None:
+    assert words_behind("a photo of a", 2, ("cat",)) == ["of a cat"]
+    assert words_behind("a photo of a", 4, ("cat",)) == ["cat"]
+    assert words_behind("", 2, ("cat",)) == ["cat"]
+
+
+def test_without_context_visual_prompts_are_not_coupled() -> None:
+    backbone, given = tiny_backbone(), {"text_length": 0, "supplementary": 2, "visual_length": 3}
+    method: Any = make("drople", backbone, Task(("cat",), ("{}",)), given)
+    assert isinstance(method.visual_prompts, VisualPrompts) and method.visual_prompts().shape[1] == 3
+    assert any("not coupled" in note for note in method.notes)
+
+
+def test_coupled_prompts_are_no_deeper_than_the_text() -> None:
+    method: Any = make("drople", tiny_backbone(), Task(("cat",), ("{}",)), {"text_depth": 1})
+    assert len(method.visual_prompts()) == 1 and any("coupled prompts" in note for note in method.notes)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Learnable prompts: for text and vision, shallow (depth 1) or deep."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +47,30 @@ class VisualPrompts(nn.Module):
         return self.prompts
 
 
+class CoupledPrompts(nn.Module):
+    """Visual prompts [J, M, D_v] that a linear function of each of the first J layers makes out of its context:
+    `P_v^(i) = F_i(P_t^(i))` (MaPLe). It has the text prompts, so that both towers learn them."""
+
+    def __init__(self, backbone: Backbone, text: TextPrompts, depth: int) -> None:
+        super().__init__()
+        self.text = text
+        bound = 1 / math.sqrt(backbone.text_width)
+        self.weight = nn.Parameter(torch.empty(depth, backbone.text_width, backbone.vision_width))
+        self.bias = nn.Parameter(torch.empty(depth, 1, backbone.vision_width))
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self) -> Tensor:
+        context = self.text()[: len(self.weight), : self.text.length]
+        return torch.baddbmm(self.bias, context, self.weight)
+
+
+def words_behind(init: str, length: int, words: Sequence[str]) -> list[str]:
+    """Class words with those words of `init` that the prompts do not replace: "[V] [V] of a {class}"."""
+    kept = " ".join(init.split()[length:])
+    return [f"{kept} {word}".strip() for word in words]
+
+
 def deep_text(
     backbone: Backbone, options: Any, supplementary: int = 0, after: str = ""
 ) -> tuple[TextPrompts, list[str]]:
@@ -61,6 +87,12 @@ def deep_visual(backbone: Backbone, options: Any) -> tuple[VisualPrompts, list[s
     """The same for images."""
     depth, note = capped(options.visual_depth, backbone.vision_layers, "visual prompts")
     return VisualPrompts(backbone, depth=depth, length=options.visual_length), [note] if note else []
+
+
+def coupled_visual(backbone: Backbone, options: Any, text: TextPrompts) -> tuple[CoupledPrompts, list[str]]:
+    """Visual prompts made of the text's: no deeper than these or the tower."""
+    depth, note = capped(options.visual_depth, min(len(text()), backbone.vision_layers), "coupled prompts")
+    return CoupledPrompts(backbone, text, depth), [note] if note else []
 
 
 def deep_prompts(backbone: Backbone, options: Any) -> tuple[TextPrompts, VisualPrompts, list[str]]:

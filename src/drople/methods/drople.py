@@ -6,9 +6,9 @@ Models." AAAI 2026. Published average over 11 datasets, base-to-novel, ViT-B/16:
 Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text tokens; while training
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
 L = L_CE + L_RE^v + L_RE^t. That is the preset `paper`. Our default, chosen on images of base classes (see
-docs/results.md), has no supplementary tokens, low-rank updates of both towers beside the prompts (the released
-code has them in the image tower), and half of the baseline's pull. Dropout and regularisation live in
-`regulariser.py`, so that they wrap other methods too.
+docs/results.md), has two context tokens a layer and visual prompts that a linear function makes of them (MaPLe's
+coupling), at nine layers, no supplementary tokens, and a quarter of the baseline's pull. Dropout and regularisation
+live in `regulariser.py`, so that they wrap other methods too.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,22 @@ from drople.errors import DropleError
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, register
 from drople.options import option, with_defaults
-from drople.prompts import deep_text, deep_visual
+from drople.prompts import CoupledPrompts, coupled_visual, deep_text, deep_visual, words_behind
 from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE = "template"
+# What our default changes of the prompts and terms that paper and released code share.
+PAPER = {"text_length": 4, "visual_depth": 6, "coupled": False, "l2": 0.0}
 
 
 @dataclass(frozen=True)
 class DeepPromptOptions:
     text_depth: int = option(9, "text prompts at the first so many layers (paper 9, released 9)", low=1)
-    text_length: int = option(4, "context tokens before the class words (paper 4, released 4)", low=0)
+    text_length: int = option(
+        4,
+        "context tokens before the class words (paper 4, released 4); words of `init` beyond them stay words",
+        low=0,
+    )
     supplementary: int = option(
         0,
         "learnable text tokens after the class words (paper 16; released 24, made by an LLM): they cost novel classes",
@@ -45,6 +51,10 @@ class DeepPromptOptions:
     )
     visual_depth: int = option(6, "visual prompts at the first so many layers (paper 6, released 6)", low=0)
     visual_length: int = option(4, "visual prompts a layer (paper 4, released 4)", low=1)
+    coupled: bool = option(
+        False,
+        "the visual prompts of a layer are a linear function of its context, and as many (MaPLe); paper, released: no",
+    )
     lora_rank: int = option(
         0, "rank of LoRA on query and value of the later layers (released 8); 0 is none", low=0
     )
@@ -73,11 +83,20 @@ class DeepPrompts(PromptMethod):
                     'has, or words: init="a photo of a".'
                 )
         own = replace(o, text_length=self.context, init=before)
-        self.text_prompts, notes = deep_text(backbone, own, self.supplementary, after)
+        text, notes = deep_text(backbone, own, self.supplementary, after)
         self.notes += notes
-        if o.visual_depth:
-            self.visual_prompts, notes = deep_visual(backbone, o)
+        if o.coupled and not self.context:
+            self.notes.append(
+                "no context stands before the class words: visual prompts are not coupled to it."
+            )
+        if o.coupled and o.visual_depth and self.context:
+            self.visual_prompts, notes = coupled_visual(backbone, o, text)
             self.notes += notes
+        else:
+            self.text_prompts = text
+            if o.visual_depth:
+                self.visual_prompts, notes = deep_visual(backbone, o)
+                self.notes += notes
         self.lora = self._low_rank(backbone.vision_width, backbone.vision_layers)
         both = o.lora_towers == "both"
         self.text_lora = self._low_rank(backbone.text_width, backbone.text_layers) if both else None
@@ -92,9 +111,12 @@ class DeepPrompts(PromptMethod):
         return LoRA(width, which, rank=o.lora_rank, alpha=float(o.lora_rank), on="qv")
 
     def text_states(self) -> Tensor:
-        return self.text_prompts()
+        visual = self.visual_prompts
+        return visual.text() if isinstance(visual, CoupledPrompts) else self.text_prompts()
 
     def sentences(self, words: Sequence[str]) -> Sentences:
+        if self.options.init != TEMPLATE:
+            words = words_behind(self.options.init, self.context, words)
         return self.backbone.prompted(words, context=self.context, supplementary=self.supplementary)
 
     def vision_updates(self) -> Updates | None:
@@ -117,18 +139,15 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
-    Options = with_defaults(DeepPromptOptions, lora_rank=2, lora_towers="both", lora_from=0, lora_lr=1.0)
-    DropOptions = with_defaults(DropleOptions, l2=4.0)
+    Options = with_defaults(DeepPromptOptions, text_length=2, visual_depth=9, coupled=True)
+    DropOptions = with_defaults(DropleOptions, l2=2.0)
     presets: ClassVar[Presets] = {
-        "paper": {"supplementary": 16, "lora_rank": 0, "l2": 0.0},
+        "paper": {**PAPER, "supplementary": 16},
         "released": {
+            **PAPER,
             **RELEASED,
-            "l2": 0.0,
             "supplementary": 24,
             "lora_rank": 8,
-            "lora_towers": "vision",
-            "lora_from": 6,
-            "lora_lr": 0.1,
             "lr": 2e-4,
             "weight_decay": 5e-5,
             "batch_size": 4,
