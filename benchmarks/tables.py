@@ -7,6 +7,8 @@ parallel; it too goes on where it stopped. `drople table RECORDS` prints the tab
 """
 
 import argparse
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from drople.data.images import decode, remember
 from drople.learner import ROOM
 from drople.methods import REGISTRY
 from drople.protocols import Run, benchmark, find_data, plan, summary
+from drople.records import read_json
 
 FOUR = ("caltech101", "oxford_pets", "eurosat", "dtd10")
 FIVE = (*FOUR, "pacs")
@@ -69,10 +72,15 @@ def decode_once(runs: list[Run], root: Path, backbone: str) -> None:
             decode([example.image for example in examples], size, pixels.resample)
 
 
+def done(path: Path) -> bool:
+    """Whether a run has its record; one that failed is done again."""
+    return path.exists() and read_json(path).get("status") == "done"
+
+
 def one(job: tuple[Run, Path, Path, str]) -> str:
     run, root, out, device = job
     torch.set_num_threads(1)
-    (_, record, there), *_ = benchmark([run], root, out, device=device)
+    (_, record, there), *_ = benchmark([run], root, out, device=device, retry_failed=True)
     return summary(record) + (" (was there)" if there else f" ({record['timing']['seconds']:.0f} s)")
 
 
@@ -103,9 +111,11 @@ def main() -> None:
     ]
     runs = list({run.path: run for run in wanted}.values())
     # The longest first, so that none is left alone at the end.
-    todo = sorted((r for r in runs if not (given.out / r.path).exists()), key=lambda r: -(r.shots or 0))
+    todo = sorted((run for run in runs if not done(given.out / run.path)), key=lambda run: -(run.shots or 0))
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
-    begun, done = time.monotonic(), 0
+    # Asked to end, it ends its workers too: left alone they would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what is done is kept"))
+    begun, ready = time.monotonic(), 0
     waiting = iter(todo)
     decode_once(todo, given.root, given.backbone)
     print(f"decoded in {time.monotonic() - begun:.0f} s", flush=True)
@@ -121,8 +131,8 @@ def main() -> None:
                 break
             finished = [p for p in pending if p.ready()]
             for result in finished:
-                done += 1
-                print(f"[{done}/{len(todo)}, {time.monotonic() - begun:.0f} s] {result.get()}", flush=True)
+                ready += 1
+                print(f"[{ready}/{len(todo)}, {time.monotonic() - begun:.0f} s] {result.get()}", flush=True)
                 pending.remove(result)
             time.sleep(0.01)
 

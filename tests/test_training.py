@@ -231,6 +231,24 @@ def test_every_checkpoint_leads_to_the_same_end(optimizer: str, tmp_path: Path) 
     assert (tmp_path / "cut/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 10, 10), (0.2, 2, 5)])
+def test_checkpoints_are_rarer_where_they_take_long(
+    seconds: float, least: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first epoch and the last step always have one; of ten short epochs a slow disk gets few."""
+    run = new_training(folder=tmp_path, epochs=10, batch_size=4)
+    saved = []
+
+    def save() -> None:
+        time.sleep(seconds)
+        saved.append(run.step)
+
+    monkeypatch.setattr(run, "_save", save)
+    run.run()
+    assert saved[0] == run.per_epoch and saved[-1] == run.steps
+    assert least <= len(saved) <= most
+
+
 # Losses that are not finite ------------------------------------------------------------------------
 
 

@@ -36,6 +36,9 @@ CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
 # Losses are looked at once in so many steps: reading them makes the host wait for the device.
 LOOK_EVERY = 10
+# A checkpoint is written at the end of an epoch where that takes no more than this share of the time, and in long
+# epochs once in so many seconds.
+SAVE_SHARE = 0.05
 SAVE_SECONDS = 60.0
 
 
@@ -173,22 +176,25 @@ class Training:
         self.method.eval()
 
     def _train(self, on_status: Callable[[Status], None] | None) -> None:
-        saved = time.monotonic()
+        saved, cost = time.monotonic(), 0.0
         while self.step < self.steps:
             for indices in self._epoch():
                 self.pending.append(self._step(indices))
                 self.step += 1
                 ends = self.step % self.per_epoch == 0
                 look = ends or self.step % LOOK_EVERY == 0
-                late = time.monotonic() - saved > SAVE_SECONDS
+                since = time.monotonic() - saved
                 # Processes look together, so none may do it by its own clock.
-                save = ends or (late and (look or self.world == 1))
+                late = since > SAVE_SECONDS and (look or self.world == 1)
+                save = late or (ends and cost <= SAVE_SHARE * since) or self.step == self.steps
                 if look or save:
                     self._look(on_status)
                 if save:
                     self._check_parameters()
+                    begun = time.monotonic()
                     self._save()
                     saved = time.monotonic()
+                    cost = saved - begun
 
     def _epoch(self) -> Iterator[Tensor]:
         """The batches that are left of this epoch."""
