@@ -26,8 +26,9 @@ from drople.backbone import Backbone
 from drople.backbone.shapes import PREFIX, shape_backbone
 from drople.cost import class_names
 from drople.data.dataset import Example, ImageData
-from drople.data.images import decode_batches, normalise, open_image, square
+from drople.data.images import decode_batches, normalise
 from drople.learner import ENCODE_BATCH, PromptLearner
+from drople.safe_image import open_image, square
 
 DISTINCT = 2000
 WIDTH, HEIGHT, QUALITY = 500, 375, 90

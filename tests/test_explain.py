@@ -24,10 +24,11 @@ from tiny import (
 from torch import Tensor
 
 from drople import PromptLearner
-from drople.data.images import normalise, square
+from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.explain import class_index, explain, gradcam, importance_maps, overlay, places, word_importance
 from drople.progress import Quiet
+from drople.safe_image import square
 
 BASE = ("red", "green", "blue")
 

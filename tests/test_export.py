@@ -84,7 +84,7 @@ def test_onnx_gives_the_runs_probabilities_on_200_images(real: Any) -> None:
     assert exported.check.largest_difference < 1e-4
     assert exported.check.accuracy == exported.check.run_accuracy is not None
     # Once more by the public interface, from files, with an odd batch.
-    from drople.data.images import open_image, square
+    from drople.safe_image import open_image, square
 
     some = images[:37]
     squares = np.stack([square(open_image(f), 128, 3).transpose(1, 2, 0) for f in some])

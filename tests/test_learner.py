@@ -366,4 +366,4 @@ def test_the_pocket_backbone_learns_colours(tmp_path: Path) -> None:
     probe = [picture("yellow", 77)]
     again = PromptLearner.load(tmp_path / "run")
     np.testing.assert_array_equal(again.predict_proba(probe), one.predict_proba(probe))
-    assert (tmp_path / "run/prompts.safetensors").stat().st_size < 1_000_000
+    assert (tmp_path / "run/prompts.safetensors").stat().st_size < 4_000_000

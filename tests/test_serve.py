@@ -17,10 +17,11 @@ from PIL import Image
 
 from drople import PromptLearner
 from drople.data import load_data
-from drople.data.images import BadImage, normalise, square
+from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.learner import fingerprint
 from drople.progress import Quiet
+from drople.safe_image import BadImage, square
 from drople.serve.server import is_loopback, running
 from drople.serve.workbench import Workbench, read_classes
 

@@ -24,7 +24,7 @@ def percent(share: float | None) -> str:
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
     """Files as given, folders as the images in them."""
-    from drople.data.images import EXTENSIONS
+    from drople.safe_image import EXTENSIONS
 
     files: list[Path] = []
     for path in paths:

@@ -19,7 +19,7 @@ from tokenizers.decoders import ByteLevel
 from torch import Tensor, nn
 
 from drople.answers import image_files
-from drople.data.images import BadImage, normalise, open_image, square
+from drople.data.images import normalise
 from drople.dropout import TokenDropout
 from drople.errors import DropleError, unknown
 from drople.importance import Modality
@@ -38,6 +38,7 @@ from drople.pictures import (
 )
 from drople.progress import Progress
 from drople.regulariser import Regulariser
+from drople.safe_image import BadImage, open_image, square
 
 __all__ = ["explain", "gradcam", "importance_maps", "overlay", "word_importance"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from drople import __version__, metrics
 from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
-from drople.data.images import BadImage, ImageSource, decode, decode_batches, normalise
+from drople.data.images import decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
@@ -28,6 +28,7 @@ from drople.methods.base import TowerMethod, TrainingData, frozen_classes
 from drople.options import build, check_range, names
 from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
+from drople.safe_image import BadImage, ImageSource
 from drople.templates import DEFAULT, read_template
 from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingOptions
 

@@ -2,18 +2,9 @@
 
 from drople.data.augment import patch_randaugment, random_resized_crop_flip
 from drople.data.dataset import Example, ImageData, load_data, tidy
-from drople.data.images import (
-    MAX_PIXELS,
-    BadImage,
-    ImageSource,
-    Pixels,
-    decode,
-    decode_batches,
-    normalise,
-    open_image,
-    square,
-)
+from drople.data.images import Pixels, decode, decode_batches, normalise
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, shortfall
+from drople.safe_image import MAX_PIXELS, BadImage, ImageSource, open_image, square
 
 __all__ = [
     "MAX_PIXELS",

@@ -9,9 +9,9 @@ from pathlib import Path
 from PIL import Image
 
 from drople.data.catalog import DATASETS, Dataset, find, imagenet_names, steps
-from drople.data.images import FORMATS, MAX_PIXELS, BadImage, open_image
 from drople.data.layouts import EUROSAT_WORDS, load_benchmark, locate, missing, read_listing
 from drople.errors import DropleError
+from drople.safe_image import FORMATS, MAX_PIXELS, BadImage, open_image
 
 SHOWN = 5
 

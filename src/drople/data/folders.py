@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from drople.data.images import EXTENSIONS
 from drople.data.rows import LAYOUT, Row, class_name, split_name
 from drople.errors import DropleError
+from drople.safe_image import EXTENSIONS
 
 
 def read_folder(root: Path, notes: list[str]) -> list[Row]:

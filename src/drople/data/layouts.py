@@ -25,10 +25,10 @@ from drople.data.catalog import (
     steps,
 )
 from drople.data.dataset import Example, ImageData, load_data
-from drople.data.images import EXTENSIONS
 from drople.data.matlab import read_mat
 from drople.data.rows import split_name
 from drople.errors import DropleError, unknown
+from drople.safe_image import EXTENSIONS
 from drople.templates import DEFAULT
 
 TRAIN, VAL = 0.5, 0.2

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from drople import metrics
 from drople.data.dataset import Example, ImageData
-from drople.data.images import ImageSource, normalise, open_image, square
+from drople.data.images import normalise
 from drople.errors import DropleError
 from drople.learner import PromptLearner, file_name
+from drople.safe_image import ImageSource, open_image, square
 
 MISTAKES, SAMPLES = 6, 18
 # Thumbnails only: the images are other people's, and the page is to stay small.

@@ -13,9 +13,9 @@ import gradio as gr
 from PIL import Image
 
 from drople.answers import percent
-from drople.data.images import EXTENSIONS
 from drople.errors import DropleError
 from drople.progress import Update
+from drople.safe_image import EXTENSIONS
 from drople.serve.workbench import THUMB, Neighbour, Retrained, Verdict, Workbench, read_classes, shown
 
 # More pictures than this at once are a job for `drople predict`.

@@ -13,12 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from drople.data.dataset import DataSource, Example, ImageData, load_data
-from drople.data.images import BadImage, normalise, open_image, square
+from drople.data.images import normalise
 from drople.errors import DropleError, unknown
 from drople.explain import gradcam, overlay
 from drople.learner import PromptLearner, file_name, fingerprint
 from drople.methods.base import frozen_classes
 from drople.progress import Progress, Quiet
+from drople.safe_image import BadImage, open_image, square
 from drople.templates import ELEVEN, read_template
 
 # Pictures are shown larger than the backbone sees them: the same square, with more pixels.

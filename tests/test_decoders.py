@@ -1,0 +1,129 @@
+"""Decoding in processes: the same pixels and the same reasons, and none of their deaths is ours."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from drople.data import decode_batches, decoders, images
+from drople.data.decoders import Decoders
+from drople.safe_image import BadImage, open_image, square
+
+SIZE = 24
+GREETS_AND_DIES = "import sys; sys.stdout.write('ready'); sys.stdout.flush(); sys.stdin.buffer.read(4)"
+
+
+def picture(folder: Path, name: str, seed: int = 0) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (30 + seed, 41, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / name)
+    return folder / name
+
+
+def slow(path: Path) -> np.ndarray:
+    return square(open_image(path), SIZE, 3)
+
+
+@pytest.fixture
+def two() -> Iterator[Decoders]:
+    made = Decoders(2, SIZE, 3)
+    yield made
+    made.close()
+    assert all(decoder.process.poll() is not None for decoder in made.all)
+
+
+def test_the_same_pixels(two: Decoders, tmp_path: Path) -> None:
+    names = ["a.png", "b.jpg", "c.webp", "a b.gif", "new\nline.png", "ümläut.png", "d.bmp"]
+    for number, path in enumerate([picture(tmp_path, n, i) for i, n in enumerate(names)]):
+        assert np.array_equal(two.square(path, SIZE, 3), slow(path)), number
+    odd = os.fsencode(tmp_path) + b"/no-utf8-\xff.png"
+    os.rename(picture(tmp_path, "e.png", 3), odd)
+    assert np.array_equal(two.square(Path(os.fsdecode(odd)), SIZE, 3), slow(Path(os.fsdecode(odd))))
+
+
+def test_the_same_reasons(two: Decoders, tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_text("no picture", "utf-8")
+    (tmp_path / "empty.png").touch()
+    cut = picture(tmp_path, "cut.png", 5)
+    cut.write_bytes(cut.read_bytes()[:900])
+    for path in (tmp_path / "text.jpg", tmp_path / "empty.png", cut, tmp_path / "gone.png", tmp_path):
+        with pytest.raises(BadImage) as theirs:
+            two.square(path, SIZE, 3)
+        with pytest.raises(BadImage) as ours:
+            slow(path)
+        assert (theirs.value.source, theirs.value.reason) == (ours.value.source, ours.value.reason)
+
+
+def test_many_threads_share_a_few(two: Decoders, tmp_path: Path) -> None:
+    paths = [picture(tmp_path, f"{n}.png", n) for n in range(24)]
+    found: dict[int, np.ndarray] = {}
+
+    def ask(number: int) -> None:
+        found[number] = two.square(paths[number], SIZE, 3)
+
+    threads = [Thread(target=ask, args=(n,)) for n in range(len(paths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(found[n], slow(path)) for n, path in enumerate(paths))
+
+
+def test_one_that_was_killed_is_replaced(two: Decoders, tmp_path: Path) -> None:
+    path = picture(tmp_path, "a.png")
+    for _ in range(4):
+        two.square(path, SIZE, 3)
+    for decoder in list(two.all):
+        os.kill(decoder.process.pid, signal.SIGKILL)
+        decoder.process.wait()
+    for _ in range(4):
+        assert np.array_equal(two.square(path, SIZE, 3), slow(path))
+    assert len(two.all) == 4
+
+
+def test_a_picture_that_kills_is_a_bad_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "SERVE", GREETS_AND_DIES)
+    deadly = Decoders(1, SIZE, 3)
+    with pytest.raises(BadImage, match="ended the process"):
+        deadly.square(picture(tmp_path, "a.png"), SIZE, 3)
+    deadly.close()
+
+
+def test_where_none_can_be_started_this_process_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoders, "SERVE", "raise SystemExit(1)")
+    path, none = picture(tmp_path, "a.png"), Decoders(1, SIZE, 3)
+    for _ in range(3):
+        assert np.array_equal(none.square(path, SIZE, 3), slow(path))
+    none.close()
+
+
+def test_a_process_needs_no_torch() -> None:
+    code = "import sys, drople.safe_image; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_many_files_are_decoded_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [picture(tmp_path, f"{n}.png", n) for n in range(11)]
+    (tmp_path / "bad.png").touch()
+    paths.insert(4, tmp_path / "bad.png")
+    few = list(decode_batches(paths, SIZE, 3, 5))
+    begun = []
+    monkeypatch.setattr(images, "MANY_FILES", len(paths))
+    monkeypatch.setattr(images, "MANY_CORES", 1)
+    monkeypatch.setattr(images, "Decoders", lambda *given: begun.append(Decoders(*given)) or begun[-1])
+    many = list(decode_batches(paths, SIZE, 3, 5))
+    assert len(begun) == 1 and all(decoder.process.poll() is not None for decoder in begun[0].all)
+    for (rows, good, bad), (others, same, failed) in zip(few, many, strict=True):
+        assert rows.equal(others) and good == same
+        assert [b.reason for b in bad] == [f.reason for f in failed]
+    # Pictures in memory cannot be sent by name.
+    assert len(list(decode_batches([*paths, Image.open(paths[0])], SIZE, 3, 5))) == 3
+    assert len(begun) == 1
