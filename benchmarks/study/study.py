@@ -79,7 +79,7 @@ def prepare(data: ImageData, backbone: Backbone, folder: Path) -> None:
 
 def start(root: Path, prepared: Path, backbone: str, device: str) -> None:
     """What a worker keeps for all its runs."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     frozen = Backbone.load(backbone).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     _worker.update(backbone=frozen, device=device, root=root, prepared=prepared, datasets={})
 
