@@ -224,6 +224,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "visual_depth": (1, 0),
     "visual_length": (2,),
     "coupled": (False,),
+    "prototypes": (0.5, 0.0),
     "lora_rank": (3,),
     "lora_towers": ("both",),
     "lora_from": (1,),
@@ -296,7 +297,11 @@ def one_epoch(
         shown = {name: loss.detach() for name, loss in losses.items()} | method.monitor
         rows.append({name: float(value) for name, value in shown.items()})
     learned = {n: p.detach().clone() for n, p in method.named_parameters()}
-    return rows, learned | {"class weights": method.eval().class_weights(("red", "grey"))}
+    size = towers.pixels.size
+    images = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8)
+    method.eval().finish(TrainingData(images, torch.arange(6) % len(TASK.words), batch(towers).frozen))
+    weights = [method.class_weights(words) for words in (("red", "grey"), TASK.words)]
+    return rows, learned | {"class weights": torch.cat(weights)}
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{n}={v}" for n, v in CASES])

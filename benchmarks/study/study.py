@@ -160,6 +160,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         training = Training(method, few, training_options, seed=task["seed"], precision="bf16")
         last: dict[str, float] = {}
         training.run(lambda status: last.update(status.values))
+        method.eval()
+        method.finish(few)
         record["last_step"] = {k: round(v, 5) for k, v in last.items()}
     method.eval()
     for name, (words, examples) in asked.items():

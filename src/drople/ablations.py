@@ -22,7 +22,13 @@ FULL = "drople"
 NO_ENTROPY: Mapping[str, Any] = {"residual_entropy_visual": 0.0, "residual_entropy_text": 0.0}
 VANILLA: Mapping[str, Any] = {"rate": "uniform", "p_max": 0.5, **NO_ENTROPY}
 # The paper's DroPLe without its supplementary tokens, which the preset has: they cost novel classes.
-PAPER: Mapping[str, Any] = {"text_length": 4, "visual_depth": 6, "coupled": False, "l2": 0.0}
+PAPER: Mapping[str, Any] = {
+    "text_length": 4,
+    "visual_depth": 6,
+    "coupled": False,
+    "prototypes": 0.0,
+    "l2": 0.0,
+}
 LOW_RANK: Mapping[str, Any] = {"lora_rank": 2, "lora_towers": "both", "lora_from": 0, "lora_lr": 1.0}
 NO_DROPOUT: Mapping[str, Any] = {"p_min": 0.0, "p_max": 0.0}
 
@@ -77,8 +83,9 @@ ABLATIONS: dict[str, Sequence[AblationRow]] = {
         AblationRow("uniform dropout 0.3", FULL, {"rate": "uniform", "p_max": 0.3}),
         AblationRow("no residual entropy", FULL, NO_ENTROPY),
         AblationRow("no L2 pull", FULL, {"l2": 0.0}),
+        AblationRow("no prototypes", FULL, {"prototypes": 0.0}),
         AblationRow("prompts of their own for images", FULL, {"coupled": False, "visual_length": 2}),
-        AblationRow("the paper's prompts", FULL, {**PAPER, "l2": 2.0}),
+        AblationRow("the paper's prompts", FULL, {**PAPER, "prototypes": 1.0, "l2": 2.0}),
         AblationRow("LoRA of rank 2 besides", FULL, LOW_RANK),
     ),
 }

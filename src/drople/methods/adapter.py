@@ -10,7 +10,7 @@ is the class's unit feature and behind it a one-hot of which training class it i
 trained on. Such a class gets its zero-shot logit and nothing else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,11 +23,19 @@ from drople.cache_model import CacheModel
 from drople.data.augment import random_resized_crop_flip
 from drople.data.images import normalise
 from drople.losses import cross_entropy
-from drople.methods.base import Batch, Method, Task, TowerMethod, TrainingData, frozen_classes
+from drople.methods.base import (
+    ENCODE_BATCH,
+    Batch,
+    Method,
+    Task,
+    TowerMethod,
+    TrainingData,
+    frozen_classes,
+    plain_views,
+)
 from drople.options import option
 from drople.regulariser import Progress
 
-ENCODE_BATCH = 64
 CROP_SCALE = (0.5, 1.0)  # of the crops that Tip-Adapter's code caches and trains on
 
 
@@ -171,7 +179,7 @@ class CacheAdapter(FeatureAdapter):
         elif self.prompts is None:
             keys = data.frozen
         else:
-            keys = self._encode_all(self._plain(part) for part in data.images.split(ENCODE_BATCH))
+            keys = torch.cat([self.encode(view) for view in plain_views(data.images, self.backbone)])
         self.cache.hold(F.normalize(keys, dim=-1), data.labels)
 
     def finish(self, data: TrainingData) -> None:
@@ -179,20 +187,13 @@ class CacheAdapter(FeatureAdapter):
             self.prepare(data)
 
     def _view(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        size = self.backbone.pixels.size
-        return self._encode_all(
+        backbone = self.backbone
+        size = backbone.pixels.size
+        crops = (
             random_resized_crop_flip(part, size, generator, scale=CROP_SCALE)
             for part in images.split(ENCODE_BATCH)
         )
-
-    def _plain(self, images: Tensor) -> Tensor:
-        size = self.backbone.pixels.size
-        return F.interpolate(images.float(), size=(size, size), mode="bilinear", antialias=True)
-
-    def _encode_all(self, pixels: Iterable[Tensor]) -> Tensor:
-        """Features of portions of images, 0 to 255, at the backbone's size."""
-        backbone = self.backbone
-        return torch.cat([self.encode(normalise(part, backbone.pixels, backbone.dtype)) for part in pixels])
+        return torch.cat([self.encode(normalise(crop, backbone.pixels, backbone.dtype)) for crop in crops])
 
     @torch.no_grad()
     def class_weights(self, words: Sequence[str]) -> Tensor:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from drople.backbone import Backbone
 from drople.backbone.walk import Adapt, Updates
 from drople.cuda_graph import Branch
+from drople.data.images import normalise
 from drople.losses import cross_entropy
 from drople.regulariser import Branches, DropleOptions, Progress, Regulariser
 from drople.sharding import shared_out
 
 Presets = Mapping[str, Mapping[str, Any]]
+ENCODE_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ class NoOptions:
 
 
 @torch.no_grad()
+def plain_views(images: Tensor, backbone: Backbone) -> Iterator[Tensor]:
+    """Training images as prediction sees them: at the backbone's size, normalised, a portion at a time."""
+    size = backbone.pixels.size
+    for part in images.split(ENCODE_BATCH):
+        pixels = F.interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True)
+        yield normalise(pixels, backbone.pixels, backbone.dtype)
+
+
 def frozen_classes(backbone: Backbone, words: Sequence[str], templates: Sequence[str]) -> Tensor:
     """`z_t^o` [K, E]: the frozen features of each class, mean over the templates. Not normalised."""
     features = [backbone.encode_text(backbone.sentences([t.format(w) for w in words])) for t in templates]

@@ -7,28 +7,31 @@ Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
 L = L_CE + L_RE^v + L_RE^t. That is the preset `paper`. Our default, chosen on images of base classes (see
 docs/results.md), has two context tokens a layer and visual prompts that a linear function makes of them (MaPLe's
-coupling), at nine layers, no supplementary tokens, and a quarter of the baseline's pull. Dropout and regularisation
-live in `regulariser.py`, so that they wrap other methods too.
+coupling), at nine layers, no supplementary tokens, a quarter of the baseline's pull, and class weights that know the
+training images (`prototypes.py`). Dropout and regularisation live in `regulariser.py`, so that they wrap other methods
+too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
 from drople.backbone.walk import Updates
 from drople.errors import DropleError
 from drople.lora import LoRA
-from drople.methods.base import Presets, PromptMethod, Task, register
+from drople.methods.base import Presets, PromptMethod, Task, TrainingData, plain_views, register
 from drople.options import option, with_defaults
 from drople.prompts import CoupledPrompts, coupled_visual, deep_text, deep_visual, words_behind
+from drople.prototypes import Prototypes
 from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE = "template"
 # What our default changes of the prompts and terms that paper and released code share.
-PAPER = {"text_length": 4, "visual_depth": 6, "coupled": False, "l2": 0.0}
+PAPER = {"text_length": 4, "visual_depth": 6, "coupled": False, "prototypes": 0.0, "l2": 0.0}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class DeepPromptOptions:
     coupled: bool = option(
         False,
         "the visual prompts of a layer are a linear function of its context, and as many (MaPLe); paper, released: no",
+    )
+    prototypes: float = option(
+        0.0,
+        "omega: weight of the mean feature of a class's training images beside its text, where all classes asked for "
+        "were trained on (paper, released: none)",
+        low=0,
     )
     lora_rank: int = option(
         0, "rank of LoRA on query and value of the later layers (released 8); 0 is none", low=0
@@ -97,6 +106,7 @@ class DeepPrompts(PromptMethod):
             if o.visual_depth:
                 self.visual_prompts, notes = deep_visual(backbone, o)
                 self.notes += notes
+        self.prototypes = Prototypes(task.words, backbone.embed_dim, o.prototypes) if o.prototypes else None
         self.lora = self._low_rank(backbone.vision_width, backbone.vision_layers)
         both = o.lora_towers == "both"
         self.text_lora = self._low_rank(backbone.text_width, backbone.text_layers) if both else None
@@ -119,6 +129,16 @@ class DeepPrompts(PromptMethod):
             words = words_behind(self.options.init, self.context, words)
         return self.backbone.prompted(words, context=self.context, supplementary=self.supplementary)
 
+    @torch.no_grad()
+    def finish(self, data: TrainingData) -> None:
+        if self.prototypes is not None:
+            views = plain_views(data.images, self.backbone)
+            self.prototypes.hold(torch.cat([self.image_features(view) for view in views]), data.labels)
+
+    def class_features(self, words: Sequence[str]) -> Tensor:
+        features = super().class_features(words)
+        return features if self.prototypes is None else self.prototypes.join(words, features)
+
     def vision_updates(self) -> Updates | None:
         return None if self.lora is None else self.lora(self.backbone.dtype)
 
@@ -139,7 +159,7 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
-    Options = with_defaults(DeepPromptOptions, text_length=2, visual_depth=9, coupled=True)
+    Options = with_defaults(DeepPromptOptions, text_length=2, visual_depth=9, coupled=True, prototypes=1.0)
     DropOptions = with_defaults(DropleOptions, l2=2.0)
     presets: ClassVar[Presets] = {
         "paper": {**PAPER, "supplementary": 16},
