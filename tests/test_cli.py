@@ -12,6 +12,7 @@ import pytest
 from checkpoints import Answer, drople, own_folder, picture, pictures, splits, tiny_checkpoint
 
 from drople.methods import REGISTRY
+from drople.methods.drople import DroPLe
 
 TINY = ("--backbone", tiny_checkpoint())
 MAIN = "from drople.cli import main; main()"
@@ -150,14 +151,7 @@ def test_fit_takes_its_flags(data: Path, tmp_path: Path) -> None:
         "green",
         "red",
     ]
-    paper = {
-        "supplementary": 16,
-        "text_length": 4,
-        "visual_depth": 6,
-        "coupled": False,
-        "prototypes": 0.0,
-        "l2": 0.0,
-    }
+    paper = DroPLe.presets["paper"]
     assert config["options"] == {**paper, "p_max": 0.4, "scores": ["class", "self"]}
     assert config["training"]["batch_size"] == 3 and config["training"]["epochs"] == 1
     assert config["precision"] == "bf16" and len(config["samples"]) == 6

@@ -6,8 +6,9 @@ Models." AAAI 2026. Published average over 11 datasets, base-to-novel, ViT-B/16:
 Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text tokens; while training
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
 L = L_CE + L_RE^v + L_RE^t. That is the preset `paper`. Our default, chosen on images of base classes (see
-docs/results.md), has two context tokens a layer and visual prompts that a linear function makes of them (MaPLe's
-coupling), at nine layers, no supplementary tokens, a quarter of the baseline's pull, and class weights that know the
+docs/results.md), trains by the same loss with the same dropout, but starts at zero-shot CLIP: the context is the
+task's own template at the first layer, low-rank updates of both towers stand for the prompts of the other layers (the
+released code has such updates in the image tower), there are no supplementary tokens, and class weights know the
 training images (`prototypes.py`). Dropout and regularisation live in `regulariser.py`, so that they wrap other methods
 too.
 """
@@ -21,17 +22,16 @@ from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
 from drople.backbone.walk import Updates
-from drople.errors import DropleError
 from drople.lora import LoRA
 from drople.methods.base import Presets, PromptMethod, Task, TrainingData, plain_views, register
 from drople.options import option, with_defaults
 from drople.prompts import CoupledPrompts, coupled_visual, deep_text, deep_visual, words_behind
 from drople.prototypes import Prototypes
-from drople.regulariser import RELEASED, DropleOptions
+from drople.regulariser import RELEASED
 
-TEMPLATE = "template"
-# What our default changes of the prompts and terms that paper and released code share.
-PAPER = {"text_length": 4, "visual_depth": 6, "coupled": False, "prototypes": 0.0, "l2": 0.0}
+TEMPLATE, WORDS = "template", "a photo of a"
+# What our default changes of what paper and released code share.
+PAPER = {"init": WORDS, "text_depth": 9, "visual_depth": 6, "prototypes": 0.0, "lora_rank": 0}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DeepPromptOptions:
         low=0,
     )
     init: str = option(
-        "a photo of a",
+        WORDS,
         "words the first layer's context starts from (paper, released: a photo of a); template = the task's own: words "
         "before the class are the context, those behind it supplementary tokens",
     )
@@ -87,10 +87,11 @@ class DeepPrompts(PromptMethod):
             self.context, behind = (len(backbone.tokenizer.words(part)) for part in (before, after))
             self.supplementary += behind
             if not self.context + self.supplementary:
-                raise DropleError(
-                    f"init=template: the template {task.templates[0]!r} has no words around the class. Give one that "
-                    'has, or words: init="a photo of a".'
+                before, self.context = WORDS, o.text_length
+                self.notes.append(
+                    f"the template {task.templates[0]!r} has no words: context starts from {WORDS!r}."
                 )
+        self.start = before
         own = replace(o, text_length=self.context, init=before)
         text, notes = deep_text(backbone, own, self.supplementary, after)
         self.notes += notes
@@ -125,9 +126,8 @@ class DeepPrompts(PromptMethod):
         return visual.text() if isinstance(visual, CoupledPrompts) else self.text_prompts()
 
     def sentences(self, words: Sequence[str]) -> Sentences:
-        if self.options.init != TEMPLATE:
-            words = words_behind(self.options.init, self.context, words)
-        return self.backbone.prompted(words, context=self.context, supplementary=self.supplementary)
+        kept = words_behind(self.start, self.context, words)
+        return self.backbone.prompted(kept, context=self.context, supplementary=self.supplementary)
 
     @torch.no_grad()
     def finish(self, data: TrainingData) -> None:
@@ -159,8 +159,17 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
-    Options = with_defaults(DeepPromptOptions, text_length=2, visual_depth=9, coupled=True, prototypes=1.0)
-    DropOptions = with_defaults(DropleOptions, l2=2.0)
+    Options = with_defaults(
+        DeepPromptOptions,
+        init=TEMPLATE,
+        text_depth=1,
+        visual_depth=0,
+        prototypes=1.0,
+        lora_rank=2,
+        lora_towers="both",
+        lora_from=0,
+        lora_lr=1.0,
+    )
     presets: ClassVar[Presets] = {
         "paper": {**PAPER, "supplementary": 16},
         "released": {
@@ -168,6 +177,9 @@ class DroPLe(DeepPrompts):
             **RELEASED,
             "supplementary": 24,
             "lora_rank": 8,
+            "lora_towers": "vision",
+            "lora_from": 6,
+            "lora_lr": 0.1,
             "lr": 2e-4,
             "weight_decay": 5e-5,
             "batch_size": 4,
