@@ -5,7 +5,8 @@
 
 A grid is a JSON object: {"datasets": [...], "seeds": [...], "protocol": "nested" | "base-novel" | "all",
 "variants": {"name": {"method": "drople", "options": {...}}, ...}, "shots": 16}; "datasets" may be an object
-that gives each its own seeds. Each line of the output is one run; runs already in it are not repeated.
+that gives each its own seeds. "commit" says when a grid was run: options that it does not name are that day's
+defaults. Each line of the output is one run; runs already in it are not repeated.
 
 Hyper-parameters are chosen by "nested": base-to-novel inside the base classes. The seed divides them into two
 halves; one trains, and both are asked about images of theirs that were not trained on (validation and, of the
