@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import COLOURS, picture, tiny_checkpoint
+from checkpoints import COLOURS, picture, splits, tiny_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_backbone
 
 from drople import PromptLearner
+from drople.data import decode, normalise
 from drople.methods import Task, make
 from drople.methods.base import TrainingData, plain_views
 from drople.prototypes import Prototypes
@@ -84,3 +85,25 @@ def test_a_run_keeps_them(weight: float, tmp_path: Path) -> None:
     again = PromptLearner.load(tmp_path / "run")
     np.testing.assert_array_equal(again.predict_proba(probe), one.predict_proba(probe))
     assert ("prototypes.means" in one.method_.state_dict()) == bool(weight)
+
+
+def test_classes_that_were_not_trained_on_have_their_own_temperature(tmp_path: Path) -> None:
+    data = splits(tmp_path / "data", tuple(COLOURS), 6)
+    one = PromptLearner(tiny_checkpoint(), epochs=2, prototypes=1.0).fit(data, out=tmp_path / "run")
+    assert one.temperature(one.words_) == one.temperature(one.words_[:2]) == one.temperature_
+    assert one.temperature(("red", "grey")) == one.text_temperature_ != one.temperature_
+    probe, words = [picture("red", 50)], ("grey", "red")
+    images = normalise(*_pixels(one, probe))
+    logits = one.method_.logits(images, one.method_.weights_by_text(words)).float()
+    expected = (logits / one.text_temperature_).softmax(-1).numpy()
+    np.testing.assert_allclose(one.predict_proba(probe, classes=words), expected, atol=1e-5)
+    again = PromptLearner.load(tmp_path / "run")
+    assert (again.temperature_, again.text_temperature_) == (one.temperature_, one.text_temperature_)
+    without = PromptLearner(tiny_checkpoint(), epochs=2, prototypes=0.0).fit(data)
+    assert without.temperature_ == without.text_temperature_
+
+
+def _pixels(learner: PromptLearner, sources: list[Any]) -> tuple[torch.Tensor, Any, torch.dtype]:
+    pixels = learner.backbone_.pixels
+    images, _, _ = decode(sources, pixels.size, pixels.resample)
+    return images, pixels, learner.backbone_.dtype

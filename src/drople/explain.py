@@ -224,7 +224,7 @@ class Model:
         learner, method = self.learner, self.learner.method_
         weights = learner.class_weights(words, learned=self.learned)
         if self.learned:
-            return (method.logits(images, weights).float() / learner.temperature_).softmax(-1).cpu()
+            return (method.logits(images, weights).float() / learner.temperature(words)).softmax(-1).cpu()
         return method.similarity(learner.backbone_.encode_images(images), weights).float().softmax(-1).cpu()
 
     def heat(self, images: Tensor, targets: Tensor, words: tuple[str, ...]) -> np.ndarray:

@@ -299,17 +299,24 @@ class PromptLearner:
 
     def _validate(self, val: Sequence[Example]) -> dict[str, Any]:
         """Calibrate on validation images; their accuracy is written down, and chooses nothing."""
-        self.temperature_ = 1.0
+        self.temperature_ = self.text_temperature_ = 1.0
+        uncalibrated = {"temperature": 1.0, "text_temperature": 1.0}
         if not val:
-            return {"temperature": 1.0}
-        logits, good, bad = self._logits([e.image for e in val], self.words_, "checking on validation images")
+            return uncalibrated
+        plain = self.method_.weights_by_text(self.words_)
+        views = [_learned(self.words_), lambda learner, images: learner.method_.logits(images, plain)]
+        # Where nothing but the text is known of the trained classes either, both are one.
+        views = views[:1] if torch.equal(plain, self.class_weights(self.words_)) else views
+        answers, good, bad = self._all_logits([e.image for e in val], views, "checking on validation images")
         self._say_bad(bad)
         if not good:
-            return {"temperature": 1.0}
-        labels = torch.tensor([val[i].label for i in good])
+            return uncalibrated
+        logits, labels = answers[0], torch.tensor([val[i].label for i in good])
         self.temperature_ = metrics.fit_temperature(logits, labels)
+        self.text_temperature_ = metrics.fit_temperature(answers[-1], labels)
         return {
             "temperature": self.temperature_,
+            "text_temperature": self.text_temperature_,
             "validation": {
                 "images": len(good),
                 "accuracy": metrics.accuracy(logits, labels),
@@ -317,6 +324,11 @@ class PromptLearner:
                 "ece": metrics.ece((logits / self.temperature_).softmax(-1), labels),
             },
         }
+
+    def temperature(self, words: Sequence[str]) -> float:
+        """What the logits of a list of classes are divided by: of classes that were trained on more may be known than
+        their text, and then others have a temperature of their own."""
+        return self.temperature_ if set(words) <= set(self.words_) else self.text_temperature_
 
     # Answering -------------------------------------------------------------------------------------
 
@@ -354,7 +366,7 @@ class PromptLearner:
         self._say_bad(bad)
         if not good:
             raise DropleError("none of the images can be read: " + str(bad[0]))
-        return good, (logits / self.temperature_).softmax(-1).numpy()
+        return good, (logits / self.temperature(words)).softmax(-1).numpy()
 
     def score(self, data: DataSource | ImageData, split: str | None = None) -> float:
         """Top-1 accuracy on labelled images."""
@@ -392,7 +404,7 @@ class PromptLearner:
         if not good:
             raise DropleError(f"none of the {len(sources)} images of {name} can be read: see the list above.")
         truth = torch.tensor([labels[i] for i in good])
-        temperature = self.temperature_
+        temperature = self.temperature(words)
         if adjustment is not None:
             logits[0], temperature = adjustment.adjust(logits[0], logits[1]), adjustment.temperature
         result = metrics.evaluate(logits[0] / temperature, truth, classes)
@@ -551,6 +563,7 @@ class PromptLearner:
         if not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
             raise DropleError(f"{folder / METRICS} has no temperature: it was not written by drople fit.")
         self.temperature_ = float(temperature)
+        self.text_temperature_ = float(saved.get("text_temperature", temperature))
         return self
 
     def _check_fitted(self) -> None:

@@ -135,6 +135,11 @@ class Method(nn.Module, ABC):
         """Unit features of the classes: computed once, then a classifier is one matrix product."""
         return F.normalize(self.class_features(words), dim=-1)
 
+    def weights_by_text(self, words: Sequence[str]) -> Tensor:
+        """Those that the classes would have if nothing but their text were known: the confidence of a list of
+        classes that were not trained on is calibrated by them."""
+        return self.class_weights(words)
+
     @torch.no_grad()
     def logits(self, images: Tensor, class_weights: Tensor) -> Tensor:
         return self.similarity(self.image_features(images), class_weights)

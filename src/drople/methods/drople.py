@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
@@ -138,6 +139,10 @@ class DeepPrompts(PromptMethod):
     def class_features(self, words: Sequence[str]) -> Tensor:
         features = super().class_features(words)
         return features if self.prototypes is None else self.prototypes.join(words, features)
+
+    @torch.no_grad()
+    def weights_by_text(self, words: Sequence[str]) -> Tensor:
+        return F.normalize(super().class_features(words), dim=-1)
 
     def vision_updates(self) -> Updates | None:
         return None if self.lora is None else self.lora(self.backbone.dtype)

@@ -158,7 +158,7 @@ class Workbench:
         with self.lock, torch.no_grad():
             learner = self.learner
             weights = learner.class_weights(words)
-            logits = learner.method_.logits(images, weights).float() / learner.temperature_
+            logits = learner.method_.logits(images, weights).float() / learner.temperature(words)
             frozen = frozen_classes(learner.backbone_, words, templates)
             plain = learner.method_.similarity(learner.backbone_.encode_images(images), frozen).float()
         run, untrained = logits.softmax(-1).cpu().numpy(), plain.softmax(-1).cpu().numpy()
