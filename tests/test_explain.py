@@ -263,7 +263,7 @@ def test_words_are_those_of_the_sentence(tiny: PromptLearner) -> None:
     pieces = [w for w in words if not w.special]
     assert "".join(w.text if w.joined else f" {w.text}" for w in pieces) == " abyssinian cat"
     assert len(pieces) == len(tiny.backbone_.tokenizer.words("abyssinian cat"))
-    prompts = [*(f"[P{n}]" for n in range(1, 5)), *(f"[S{n}]" for n in range(1, 17))]
+    prompts = [*(f"[P{n}]" for n in range(1, 5)), *(f"[S{n}]" for n in range(1, 18))]
     assert [w.text for w in words if w.special] == ["bos", *prompts, "eos"]
     assert all(
         len(w.importance) == 3 and 0 <= min(w.importance) <= max(w.importance) <= 1 for w in words[:-1]

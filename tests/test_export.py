@@ -149,11 +149,11 @@ def test_the_ten_lines_of_the_docs_run_without_drople(real: Any, tmp_path: Path)
 
 @needs_onnx
 @pytest.mark.parametrize(("dtype", "most"), [("fp16", 0.02), ("int8", 0.15)])
-def test_fewer_bits_lose_little_and_say_how_much(
-    run: PromptLearner, data: Path, tmp_path: Path, dtype: Any, most: float
-) -> None:
+def test_fewer_bits_lose_little_and_say_how_much(data: Path, tmp_path: Path, dtype: Any, most: float) -> None:
     import onnx
 
+    # By text alone, so that it is not certain of everything.
+    run = trained(data, "drople", prototypes=0.0)
     before = {n: t.clone() for n, t in run.backbone_.model.state_dict().items()}
     exported = export(run, "onnx", tmp_path / "small.onnx", dtype=dtype, data=data)
     assert 0 < exported.check.largest_difference < most
@@ -180,9 +180,9 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
         p.numel() for part in (model.vision_model, model.visual_projection) for p in part.parameters()
     )
     method: Any = run.method_
-    learned = sum(p.numel() for p in method.visual_prompts.parameters())
+    assert method.visual_prompts is None
     classes = len(run.classes_) * model.config.projection_dim
-    assert held <= towers + learned + classes + 200, "no weight twice, and LoRA in the weights"
+    assert held <= towers + classes + 200, "no weight twice, and LoRA in the weights"
     for batch in (1, 5):
         images = torch.randint(0, 256, (batch, 32, 32, 3), dtype=torch.uint8)
         probabilities, logits = module(images)

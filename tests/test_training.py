@@ -314,7 +314,7 @@ def test_the_log_has_a_row_a_step_with_the_rate_that_was_used(undisturbed: Path)
     assert [row["epoch"] for row in rows] == [step // 5 for step in range(60)]
     for row in rows:
         assert row["lr"] == pytest.approx(2e-3 * rate(row["step"], 60, 0.05), rel=1e-5)
-        terms = ("cross_entropy", "residual_entropy_visual", "residual_entropy_text", "l2", "alignment")
+        terms = ("cross_entropy", "residual_entropy_visual", "residual_entropy_text", "alignment")
         assert row["loss"] == pytest.approx(sum(row[term] for term in terms), abs=1e-4)
         assert 0 <= row["accuracy"] <= 1 and 0.1 <= row["drop_rate_vision"] <= 0.5
 
