@@ -559,11 +559,10 @@ class PromptLearner:
             ) from None
         self.method_.eval()
         self.metrics_, self.history_ = saved, []
-        temperature = saved.get("temperature")
-        if not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
+        both: list[Any] = [saved.get("temperature"), saved.get("text_temperature", saved.get("temperature"))]
+        if not all(isinstance(each, float | int) and 0 < each < math.inf for each in both):
             raise DropleError(f"{folder / METRICS} has no temperature: it was not written by drople fit.")
-        self.temperature_ = float(temperature)
-        self.text_temperature_ = float(saved.get("text_temperature", temperature))
+        self.temperature_, self.text_temperature_ = (float(each) for each in both)
         return self
 
     def _check_fitted(self) -> None:
