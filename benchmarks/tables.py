@@ -111,13 +111,13 @@ def main() -> None:
     # The longest first, so that none is left alone at the end.
     todo = sorted((run for run in runs if not done(given.out / run.path)), key=lambda run: -(run.shots or 0))
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
-    # Asked to end, it ends its workers too: left alone they would go on.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what is done is kept"))
     begun, ready = time.monotonic(), 0
     waiting = iter(todo)
     decode_once(todo, given.root, given.backbone)
     print(f"decoded in {time.monotonic() - begun:.0f} s", flush=True)
     with mp.get_context("fork").Pool(given.jobs) as pool:
+        # Asked to end, it ends its workers too: left alone they would go on.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what is done is kept"))
         pending: list[Any] = []
         while True:
             while len(pending) < given.jobs and time.monotonic() - begun < given.seconds:
