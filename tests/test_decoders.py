@@ -114,6 +114,8 @@ def test_many_files_are_decoded_in_processes(tmp_path: Path, monkeypatch: pytest
     paths = [picture(tmp_path, f"{n}.png", n) for n in range(11)]
     (tmp_path / "bad.png").touch()
     paths.insert(4, tmp_path / "bad.png")
+    # Another test may have asked for pictures to be remembered, which is done in this process.
+    monkeypatch.setattr(images, "_MEMORY", images._Memory())
     few = list(decode_batches(paths, SIZE, 3, 5))
     begun = []
     monkeypatch.setattr(images, "MANY_FILES", len(paths))
