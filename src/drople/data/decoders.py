@@ -82,13 +82,12 @@ class Decoders:
                     answer = decoder.ask(path)
                     break
                 except EOFError:
-                    started = decoder.greeted
+                    if not decoder.greeted:
+                        # No process can be started here; this one does it.
+                        return square(open_image(path), size, resample)
                     decoder.close()
                     decoder = Decoder(size, resample)
                     self.all.append(decoder)
-                    if not started:
-                        # No process can be started here; this one does it.
-                        return square(open_image(path), size, resample)
             else:
                 raise BadImage(
                     str(path), "reading it ended the process that did: damaged, or made to do harm"
