@@ -13,14 +13,12 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from study import Pictures, dataset, normalise, parts
+from study import Pictures, dataset, normalise
 from torch import Tensor
 
 from drople.methods import Task, make
-from drople.methods.base import TrainingData
-from drople.options import build, names
 from drople.prototypes import Prototypes
-from drople.training import Status, Training, TrainingOptions
+from drople.training import Status, Training
 
 SHARES = (0.0, 0.3, 0.5)
 OMEGAS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -50,16 +48,9 @@ def right(images: Tensor, classes: Tensor, labels: Tensor) -> float:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    data, template, pictures = dataset(task["dataset"])
-    backbone = study._worker["backbone"]
-    seen, chosen, asked = parts(data, task)
-    options = {k: v for k, v in task["options"].items() if k not in names(TrainingOptions)}
-    schedule = build(TrainingOptions, {k: v for k, v in task["options"].items() if k not in options})
-    torch.manual_seed(task["seed"])
-    method = make(task["method"], backbone, Task(seen.words, (template,)), options).to(backbone.device)
-    rows = torch.tensor([pictures.train_place[str(e.image)] for e in chosen], device=backbone.device)
-    labels = torch.tensor([e.label for e in chosen], device=backbone.device)
-    few = TrainingData(pictures.roomy[rows], labels, pictures.frozen[pictures.rows(chosen)])
+    method, few, schedule, chosen, asked = study.begin(task)
+    _, template, pictures = dataset(task["dataset"])
+    backbone = method.backbone
     training = Training(method, few, schedule, seed=task["seed"], precision="bf16")
     at: dict[int, list[Tensor]] = {}
 
@@ -89,8 +80,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
                     answer[part] = right(mixed, (1 - t) * classes + t * plain, truth)
             if name == "last":
                 for omega in OMEGAS:
-                    known = Prototypes(seen.words, classes.shape[1], omega).to(backbone.device)
-                    known.hold(features(method, pictures, pictures.rows(chosen)), labels)
+                    known = Prototypes(method.task.words, classes.shape[1], omega).to(backbone.device)
+                    known.hold(features(method, pictures, pictures.rows(chosen)), few.labels)
                     answers.setdefault(f"p{omega}", {})[part] = right(
                         images, known.join(words, classes), truth
                     )

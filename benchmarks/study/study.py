@@ -142,23 +142,30 @@ def parts(data: ImageData, task: dict[str, Any]) -> tuple[ImageData, list[Exampl
     )
 
 
-def run(task: dict[str, Any]) -> dict[str, Any]:
-    begun = time.time()
+def begin(
+    task: dict[str, Any],
+) -> tuple[Method, TrainingData, TrainingOptions, list[Example], dict[str, Part]]:
+    """The method of a task, the images it trains on (decoded, and which), its schedule, and what is asked."""
     data, template, pictures = dataset(task["dataset"])
     backbone = _worker["backbone"]
     seen, chosen, asked = parts(data, task)
     options = {k: v for k, v in task["options"].items() if k not in names(TrainingOptions)}
-    training_options = build(TrainingOptions, {k: v for k, v in task["options"].items() if k not in options})
+    schedule = build(TrainingOptions, {k: v for k, v in task["options"].items() if k not in options})
     torch.manual_seed(task["seed"])
     method = make(task["method"], backbone, Task(seen.words, (template,)), options).to(backbone.device)
+    rows = torch.tensor([pictures.train_place[str(e.image)] for e in chosen], device=backbone.device)
+    labels = torch.tensor([e.label for e in chosen], device=backbone.device)
+    few = TrainingData(pictures.roomy[rows], labels, pictures.frozen[pictures.rows(chosen)])
+    return method, few, schedule, chosen, asked
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    begun = time.time()
+    method, few, schedule, _, asked = begin(task)
+    pictures = dataset(task["dataset"])[2]
     record = dict(task)
     if method.trainable:
-        train_rows = torch.tensor(
-            [pictures.train_place[str(e.image)] for e in chosen], device=backbone.device
-        )
-        labels = torch.tensor([e.label for e in chosen], device=backbone.device)
-        few = TrainingData(pictures.roomy[train_rows], labels, pictures.frozen[pictures.rows(chosen)])
-        training = Training(method, few, training_options, seed=task["seed"], precision="bf16")
+        training = Training(method, few, schedule, seed=task["seed"], precision="bf16")
         last: dict[str, float] = {}
         training.run(lambda status: last.update(status.values))
         method.eval()
