@@ -48,8 +48,13 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
         "study-shift": plan("domain-shift", ("pacs",), (*STUDY, "drople"), SEEDS, **common),
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
-        "study-presets": plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="paper", **common)
-        + plan("base-to-novel", FOUR, ("drople",), SEEDS, preset="released", **common),
+        "study-more-seeds": plan("base-to-novel", FOUR, ("maple", "drople"), range(4, 9), **common),
+        "study-presets": [
+            run
+            for preset in ("paper", "released", "low_rank")
+            for run in plan("base-to-novel", FOUR, ("drople",), SEEDS, preset=preset, **common)
+        ],
+        "few-shot-low-rank": plan("few-shot", FOUR, ("drople",), SEEDS, preset="low_rank", **common),
     } | {
         f"ablation-{name}": plan("base-to-novel", FOUR, (), SEEDS, ablation=name, **common)
         for name in ("components", "scores", "default")

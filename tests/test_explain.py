@@ -42,7 +42,7 @@ def fit(backbone: Any, method: str = "drople", **options: Any) -> PromptLearner:
 @pytest.fixture(scope="module")
 def tiny() -> PromptLearner:
     """On a backbone that the slow references know, whose weights stay; lr is large so that prompts have moved."""
-    options = {"visual_depth": 2, "vision_dropout_layers": 2, "supplementary": 16, "lora_rank": 0}
+    options = {"text_length": 4, "visual_depth": 2, "vision_dropout_layers": 2, "supplementary": 16}
     return fit(tiny_backbone(vision_layers=3, image=12), lr=0.05, **options)
 
 
@@ -263,7 +263,7 @@ def test_words_are_those_of_the_sentence(tiny: PromptLearner) -> None:
     pieces = [w for w in words if not w.special]
     assert "".join(w.text if w.joined else f" {w.text}" for w in pieces) == " abyssinian cat"
     assert len(pieces) == len(tiny.backbone_.tokenizer.words("abyssinian cat"))
-    prompts = [*(f"[P{n}]" for n in range(1, 5)), *(f"[S{n}]" for n in range(1, 18))]
+    prompts = [*(f"[P{n}]" for n in range(1, 5)), *(f"[S{n}]" for n in range(1, 17))]
     assert [w.text for w in words if w.special] == ["bos", *prompts, "eos"]
     assert all(
         len(w.importance) == 3 and 0 <= min(w.importance) <= max(w.importance) <= 1 for w in words[:-1]

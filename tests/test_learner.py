@@ -262,7 +262,7 @@ def test_shots_are_taken_and_a_shortfall_is_said(tmp_path: Path) -> None:
     assert counts == {"red": 4, "green": 4, "blue": 2}
     said = "\n".join(listener.lines)
     assert "class 'blue' has only 2 of the 4 training images" in said and "'red'" not in said
-    assert "held out" in said and "vision dropout asked for 6 layers; this backbone has 3" in said
+    assert "held out" in said and "text prompts asked for 9 layers; this backbone has 2" in said
     assert listener.tasks["training drople"][-1] == 1 and listener.tasks["reading images"][-1] == 10
 
 

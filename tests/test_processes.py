@@ -29,8 +29,7 @@ NOTHING_DROPS = {"p_min": 0.0, "p_max": 0.0}
 EVERY_TERM = {"alignment_detached": False, "l1_text": 1.0, "kl": 1.0, "l2": 1.0, "operation": "remove"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "drople": ("drople", NOTHING_DROPS),
-    # Away from zero-shot CLIP, where L1 has a corner and rounding would decide.
-    "every-term": ("drople", NOTHING_DROPS | EVERY_TERM | {"supplementary": 2, "visual_depth": 2}),
+    "every-term": ("drople", NOTHING_DROPS | EVERY_TERM),
     "chunks": ("drople", NOTHING_DROPS),
     "coop": ("coop", {}),
     "tcp": ("tcp", {}),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import random_images, tiny_backbone
 
-from drople.ablations import MAPLE
 from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.methods import Task, make
+from drople.methods.base import TrainingData
 from drople.methods.drople import DeepPromptOptions, DroPLe
 from drople.prompts import PROMPT_STD, CoupledPrompts, TextPrompts, VisualPrompts, capped, words_behind
 
@@ -117,10 +117,31 @@ def test_coupled_prompts_are_a_linear_function_of_the_context() -> None:
     assert not text.prompts.grad[2].any() and not text.prompts.grad[:, 2:].any()
 
 
-def test_coupled_prompts_are_those_of_maple() -> None:
+@pytest.mark.parametrize("name", ["drople", "maple", "coprompt"])
+def test_coupled_prompts_are_saved_without_their_functions(name: str) -> None:
+    """What the functions make is kept instead: the same images' features to the bit, from far fewer numbers."""
+    backbone, task = tiny_backbone(), Task(("cat", "dog"), ("a photo of a {}.",))
+    ones = make(name, backbone, task, {}).eval()
+    images, labels = random_images(backbone, 2), torch.tensor([0, 1])
+    before, whole = ones.image_features(images), ones.state_dict()
+    pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    ones.finish(TrainingData(pixels, labels, backbone.encode_images(images)))
+    kept = ones.state_dict()
+    assert "visual_prompts.weight" in whole and kept.keys() - whole.keys() == {"visual_prompts.made"}
+    assert whole.keys() - kept.keys() == {"visual_prompts.weight", "visual_prompts.bias"}
+    again = make(name, backbone, task, {}).eval()
+    again.load_learned(kept)
+    assert torch.equal(before, again.image_features(images)) and again.trainable == ones.trainable
+    assert torch.equal(ones.class_weights(("cat", "zebra")), again.class_weights(("cat", "zebra")))
+    with pytest.raises(RuntimeError, match="made"):
+        again.load_learned(kept | {"visual_prompts.made": kept["visual_prompts.made"][:1]})
+
+
+def test_the_default_has_the_prompts_of_maple() -> None:
     """The same numbers in both give the same features of images and of classes, seen or not."""
     backbone, task = tiny_backbone(), Task(("cat", "polka-dotted dog"), ("a photo of a {}.",))
-    ours, theirs = (make(n, backbone, task, o).eval() for n, o in (("drople", MAPLE), ("maple+drople", {})))
+    without = {"prototypes": 0.0}
+    ours, theirs = (make(n, backbone, task, o).eval() for n, o in (("drople", without), ("maple+drople", {})))
     ours.load_state_dict(theirs.state_dict())
     images = random_images(backbone, 2)
     assert torch.equal(ours.image_features(images), theirs.image_features(images))
@@ -136,14 +157,14 @@ def test_words_of_init_behind_the_context_stay() -> None:
 
 
 def test_without_context_visual_prompts_are_not_coupled() -> None:
-    backbone, given = tiny_backbone(), {**MAPLE, "text_length": 0, "supplementary": 2, "visual_length": 3}
+    backbone, given = tiny_backbone(), {"text_length": 0, "supplementary": 2, "visual_length": 3}
     method: Any = make("drople", backbone, Task(("cat",), ("{}",)), given)
     assert isinstance(method.visual_prompts, VisualPrompts) and method.visual_prompts().shape[1] == 3
     assert any("not coupled" in note for note in method.notes)
 
 
 def test_coupled_prompts_are_no_deeper_than_the_text() -> None:
-    method: Any = make("drople", tiny_backbone(), Task(("cat",), ("{}",)), {**MAPLE, "text_depth": 1})
+    method: Any = make("drople", tiny_backbone(), Task(("cat",), ("{}",)), {"text_depth": 1})
     assert len(method.visual_prompts()) == 1 and any("coupled prompts" in note for note in method.notes)
 
 
@@ -168,4 +189,4 @@ def test_context_from_the_template_starts_at_zero_shot(template: str) -> None:
 
 def test_a_template_without_words_starts_from_others() -> None:
     method: Any = make("drople", tiny_backbone(), Task(("cat",), ("{}",)), {"init": "template"})
-    assert method.text_states().shape[1] == 4 and any("has no words" in note for note in method.notes)
+    assert method.text_states().shape[1] == 2 and any("has no words" in note for note in method.notes)

@@ -60,7 +60,7 @@ def fit(
     seed: Annotated[int, Parameter(help="same seed, same machine: the same bytes")] = 1,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[
-        str | None, Parameter(help="drople has paper and released; without one, our own choice")
+        str | None, Parameter(help="drople has paper, released and low_rank; without one, our own choice")
     ] = None,
     template: Annotated[str | None, Parameter(help="the sentence around a class name, with {}")] = None,
     classnames: Names = None,

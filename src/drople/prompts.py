@@ -49,7 +49,12 @@ class VisualPrompts(nn.Module):
 
 class CoupledPrompts(nn.Module):
     """Visual prompts [J, M, D_v] that a linear function of each of the first J layers makes out of its context:
-    `P_v^(i) = F_i(P_t^(i))` (MaPLe). It has the text prompts, so that both towers learn them."""
+    `P_v^(i) = F_i(P_t^(i))` (MaPLe). It has the text prompts, so that both towers learn them.
+
+    Once learned the functions are of no more use: `fold` keeps what they make, a hundredth of the numbers, and that
+    is saved and loaded in their place."""
+
+    made: Tensor | None
 
     def __init__(self, backbone: Backbone, text: TextPrompts, depth: int) -> None:
         super().__init__()
@@ -59,8 +64,26 @@ class CoupledPrompts(nn.Module):
         self.bias = nn.Parameter(torch.empty(depth, 1, backbone.vision_width))
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
+        self.register_buffer("made", None)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        self.made = self()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if self.made is None else ("weight", "bias"):
+            del destination[prefix + name]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        if prefix + "made" in state_dict:
+            self.made = torch.empty_like(self.weight[:, : self.text.length])
+            state_dict = {**state_dict, prefix + "weight": self.weight, prefix + "bias": self.bias}
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(self) -> Tensor:
+        if self.made is not None:
+            return self.made
         context = self.text()[: len(self.weight), : self.text.length]
         return torch.baddbmm(self.bias, context, self.weight)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drople.backbone import Backbone, Sentences
-from drople.methods.base import PromptMethod, Task
+from drople.methods.base import PromptMethod, Task, TrainingData
 from drople.options import option
 from drople.prompts import CoupledPrompts, TextPrompts, capped, words_behind
 
@@ -36,6 +36,9 @@ class CoupledMethod(PromptMethod):
         self.notes += [note] if note else []
         text = TextPrompts(backbone, depth=depth, length=options.length, supplementary=0, init=options.init)
         self.visual_prompts = CoupledPrompts(backbone, text, depth)
+
+    def finish(self, data: TrainingData) -> None:
+        self.visual_prompts.fold()
 
     def text_states(self) -> Tensor:
         return self.visual_prompts.text()

@@ -6,11 +6,12 @@ Models." AAAI 2026. Published average over 11 datasets, base-to-novel, ViT-B/16:
 Deep text and visual prompts (depth 9 and 6, length 4) and 16 supplementary text tokens; while training
 tokens drop by importance, and residual entropy replaces the usual pull to the frozen branch:
 L = L_CE + L_RE^v + L_RE^t. That is the preset `paper`. Our default, chosen on images of base classes (see
-docs/results.md), trains by the same loss with the same dropout, but starts at zero-shot CLIP: the context is the
-task's own template at the first layer, low-rank updates of both towers stand for the prompts of the other layers (the
-released code has such updates in the image tower), there are no supplementary tokens, and class weights know the
-training images (`prototypes.py`). Dropout and regularisation live in `regulariser.py`, so that they wrap other methods
-too.
+docs/results.md), trains by the same loss with the same dropout and a quarter of the baseline's pull; it has two
+context tokens a layer and visual prompts that a linear function makes of them (MaPLe's coupling), at nine layers, no
+supplementary tokens, and class weights that know the training images (`prototypes.py`). The preset `low_rank` starts
+at zero-shot CLIP instead: the context is the task's own template at the first layer, and low-rank updates of both
+towers stand for the prompts of the other layers (the released code has such updates in the image tower). Dropout and
+regularisation live in `regulariser.py`, so that they wrap other methods too.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ from drople.methods.base import Presets, PromptMethod, Task, TrainingData, plain
 from drople.options import option, with_defaults
 from drople.prompts import CoupledPrompts, coupled_visual, deep_text, deep_visual, words_behind
 from drople.prototypes import Prototypes
-from drople.regulariser import RELEASED
+from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE, WORDS = "template", "a photo of a"
 # What our default changes of what paper and released code share.
-PAPER = {"init": WORDS, "text_depth": 9, "visual_depth": 6, "prototypes": 0.0, "lora_rank": 0}
+PAPER = {"text_length": 4, "visual_depth": 6, "coupled": False, "prototypes": 0.0, "l2": 0.0}
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class DeepPrompts(PromptMethod):
 
     @torch.no_grad()
     def finish(self, data: TrainingData) -> None:
+        if isinstance(self.visual_prompts, CoupledPrompts):
+            self.visual_prompts.fold()
         if self.prototypes is not None:
             views = plain_views(data.images, self.backbone)
             self.prototypes.hold(torch.cat([self.image_features(view) for view in views]), data.labels)
@@ -164,17 +167,8 @@ class DroPLe(DeepPrompts):
     kind = "prompt"
     citation = "Chen et al., AAAI 2026"
     wrapped: ClassVar[bool] = True
-    Options = with_defaults(
-        DeepPromptOptions,
-        init=TEMPLATE,
-        text_depth=1,
-        visual_depth=0,
-        prototypes=1.0,
-        lora_rank=2,
-        lora_towers="both",
-        lora_from=0,
-        lora_lr=1.0,
-    )
+    Options = with_defaults(DeepPromptOptions, text_length=2, visual_depth=9, coupled=True, prototypes=1.0)
+    DropOptions = with_defaults(DropleOptions, l2=2.0)
     presets: ClassVar[Presets] = {
         "paper": {**PAPER, "supplementary": 16},
         "released": {
@@ -182,14 +176,21 @@ class DroPLe(DeepPrompts):
             **RELEASED,
             "supplementary": 24,
             "lora_rank": 8,
-            "lora_towers": "vision",
-            "lora_from": 6,
-            "lora_lr": 0.1,
             "lr": 2e-4,
             "weight_decay": 5e-5,
             "batch_size": 4,
             "epochs": 20,
             "augmentation": "patch_randaugment",
             "templates": "eleven",
+        },
+        "low_rank": {
+            "init": TEMPLATE,
+            "text_depth": 1,
+            "visual_depth": 0,
+            "l2": 0.0,
+            "lora_rank": 2,
+            "lora_towers": "both",
+            "lora_from": 0,
+            "lora_lr": 1.0,
         },
     }
