@@ -48,7 +48,9 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
         "study-shift": plan("domain-shift", ("pacs",), (*STUDY, "drople"), SEEDS, **common),
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
-        "study-more-seeds": plan("base-to-novel", FOUR, ("maple", "drople"), range(4, 9), **common),
+        "study-more-seeds": plan(
+            "base-to-novel", FOUR, ("maple", "promptsrc", "drople"), range(4, 9), **common
+        ),
         "study-presets": [
             run
             for preset in ("paper", "released", "low_rank")

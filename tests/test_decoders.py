@@ -17,6 +17,12 @@ from drople.data.decoders import Decoders
 from drople.safe_image import BadImage, open_image, square
 
 SIZE = 24
+DIES_OF_SOME = """
+import os, drople.safe_image as safe
+real = safe.open_image
+safe.open_image = lambda path: os._exit(1) if "deadly" in path else real(path)
+safe.serve()
+"""
 GREETS_AND_DIES = "import sys; sys.stdout.write('ready'); sys.stdout.flush(); sys.stdin.buffer.read(4)"
 
 
@@ -30,6 +36,13 @@ def slow(path: Path) -> np.ndarray:
     return square(open_image(path), SIZE, 3)
 
 
+def one(made: Decoders, path: Path) -> np.ndarray:
+    (answer,) = made.squares([path])
+    if isinstance(answer, BadImage):
+        raise answer
+    return answer
+
+
 @pytest.fixture
 def two() -> Iterator[Decoders]:
     made = Decoders(2, SIZE, 3)
@@ -41,10 +54,10 @@ def two() -> Iterator[Decoders]:
 def test_the_same_pixels(two: Decoders, tmp_path: Path) -> None:
     names = ["a.png", "b.jpg", "c.webp", "a b.gif", "new\nline.png", "ümläut.png", "d.bmp"]
     for number, path in enumerate([picture(tmp_path, n, i) for i, n in enumerate(names)]):
-        assert np.array_equal(two.square(path, SIZE, 3), slow(path)), number
+        assert np.array_equal(one(two, path), slow(path)), number
     odd = os.fsencode(tmp_path) + b"/no-utf8-\xff.png"
     os.rename(picture(tmp_path, "e.png", 3), odd)
-    assert np.array_equal(two.square(Path(os.fsdecode(odd)), SIZE, 3), slow(Path(os.fsdecode(odd))))
+    assert np.array_equal(one(two, Path(os.fsdecode(odd))), slow(Path(os.fsdecode(odd))))
 
 
 def test_the_same_reasons(two: Decoders, tmp_path: Path) -> None:
@@ -54,7 +67,7 @@ def test_the_same_reasons(two: Decoders, tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:900])
     for path in (tmp_path / "text.jpg", tmp_path / "empty.png", cut, tmp_path / "gone.png", tmp_path):
         with pytest.raises(BadImage) as theirs:
-            two.square(path, SIZE, 3)
+            one(two, path)
         with pytest.raises(BadImage) as ours:
             slow(path)
         assert (theirs.value.source, theirs.value.reason) == (ours.value.source, ours.value.reason)
@@ -65,7 +78,7 @@ def test_many_threads_share_a_few(two: Decoders, tmp_path: Path) -> None:
     found: dict[int, np.ndarray] = {}
 
     def ask(number: int) -> None:
-        found[number] = two.square(paths[number], SIZE, 3)
+        found[number] = one(two, paths[number])
 
     threads = [Thread(target=ask, args=(n,)) for n in range(len(paths))]
     for thread in threads:
@@ -78,12 +91,12 @@ def test_many_threads_share_a_few(two: Decoders, tmp_path: Path) -> None:
 def test_one_that_was_killed_is_replaced(two: Decoders, tmp_path: Path) -> None:
     path = picture(tmp_path, "a.png")
     for _ in range(4):
-        two.square(path, SIZE, 3)
+        one(two, path)
     for decoder in list(two.all):
         os.kill(decoder.process.pid, signal.SIGKILL)
         decoder.process.wait()
     for _ in range(4):
-        assert np.array_equal(two.square(path, SIZE, 3), slow(path))
+        assert np.array_equal(one(two, path), slow(path))
     assert len(two.all) == 4
 
 
@@ -91,8 +104,27 @@ def test_a_picture_that_kills_is_a_bad_picture(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(decoders, "SERVE", GREETS_AND_DIES)
     deadly = Decoders(1, SIZE, 3)
     with pytest.raises(BadImage, match="ended the process"):
-        deadly.square(picture(tmp_path, "a.png"), SIZE, 3)
+        one(deadly, picture(tmp_path, "a.png"))
     deadly.close()
+
+
+def test_of_some_pictures_only_the_one_that_kills_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoders, "SERVE", DIES_OF_SOME)
+    names = ["a.png", "deadly1.png", "b.png", "deadly2.png", "deadly3.png", "c.png"]
+    paths, made = [picture(tmp_path, name, n) for n, name in enumerate(names)], Decoders(1, SIZE, 3)
+    (tmp_path / "a.txt").write_text("no picture", "utf-8")
+    answers = made.squares([*paths, tmp_path / "a.txt", paths[0]])
+    made.close()
+    assert len(answers) == len(paths) + 2
+    for path, answer in zip([*paths, tmp_path / "a.txt", paths[0]], answers, strict=True):
+        if isinstance(answer, BadImage):
+            assert answer.source == str(path) and ("ended the process" in answer.reason) == (
+                "deadly" in path.name
+            )
+        else:
+            assert path.suffix == ".png" and "deadly" not in path.name and np.array_equal(answer, slow(path))
 
 
 def test_where_none_can_be_started_this_process_decodes(
@@ -101,7 +133,7 @@ def test_where_none_can_be_started_this_process_decodes(
     monkeypatch.setattr(decoders, "SERVE", "raise SystemExit(1)")
     path, none = picture(tmp_path, "a.png"), Decoders(1, SIZE, 3)
     for _ in range(3):
-        assert np.array_equal(none.square(path, SIZE, 3), slow(path))
+        assert np.array_equal(one(none, path), slow(path))
     none.close()
 
 

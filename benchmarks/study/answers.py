@@ -5,7 +5,8 @@
 Takes the grids of `study.py` with the protocol "nested", and trains as it does. Each line is one training with its
 answers by name: accuracy on the half trained on, and on the held-out half. "last", "half", "mid", "all", "e10", "e20"
 are the parameters of the last epoch, the mean of the second half's, of the middle third's and of all, and those at a
-third and at two thirds; "i" and "t" shares of the frozen image and class features; "p" the weight of prototypes.
+third and at two thirds; "i" and "t" shares of the frozen image and class features; "p" the weight of prototypes; "a"
+a share of what LoRA adds. (nested_b16_6.jsonl has those of the last epoch alone.)
 """
 
 from typing import Any
@@ -16,12 +17,14 @@ import torch.nn.functional as F
 from study import Pictures, dataset, normalise
 from torch import Tensor
 
+from drople.lora import LoRA
 from drople.methods import Task, make
 from drople.prototypes import Prototypes
 from drople.training import Status, Training
 
 SHARES = (0.0, 0.3, 0.5)
 OMEGAS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+SCALES = (0.3, 0.5, 0.7)
 
 
 def of_epochs(last: int) -> dict[str, range]:
@@ -85,6 +88,17 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
                     answers.setdefault(f"p{omega}", {})[part] = right(
                         images, known.join(words, classes), truth
                     )
+    loras = [part for part in method.modules() if isinstance(part, LoRA)]
+    for parameter, state in zip(method.parameters(), at[schedule.epochs], strict=True):
+        parameter.data.copy_(state)
+    whole = [lora.scale for lora in loras]
+    for share in SCALES if loras else ():
+        for lora, scale in zip(loras, whole, strict=True):
+            lora.scale = share * scale
+        words, examples = asked["novel"]
+        truth = torch.tensor([e.label for e in examples], device=backbone.device)
+        images = features(method, pictures, pictures.rows(examples))
+        answers[f"a{share}"] = {"novel": right(images, method.class_weights(words).float(), truth)}
     return {**task, "answers": answers}
 
 

@@ -113,12 +113,12 @@ def serve() -> None:
     while len(head := asked.read(HEAD.size)) == HEAD.size:
         path = os.fsdecode(asked.read(*HEAD.unpack(head)))
         try:
-            content = square(open_image(path), size, resample).tobytes()
-            answers.write(HEAD.pack(len(content)))
+            pixels = square(open_image(path), size, resample)
+            answers.write(HEAD.pack(pixels.nbytes))
+            answers.write(pixels.data)
         except BadImage as error:
-            content = error.reason.encode("utf-8", "backslashreplace")
-            answers.write(HEAD.pack(-len(content)))
-        answers.write(content)
+            reason = error.reason.encode("utf-8", "backslashreplace")
+            answers.write(HEAD.pack(-len(reason)) + reason)
         answers.flush()
 
 

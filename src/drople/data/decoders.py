@@ -1,13 +1,16 @@
 """Picture files decoded in processes of their own.
 
 Threads share Python's lock: on sixteen cores they wait for it longer than they decode. Each process here is asked for
-one picture at a time. One that dies of a picture costs that picture, not the run.
+some pictures at a time, so that it decodes the next one while somebody comes for the last. One that dies of a picture
+costs that picture, not the run.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,7 +19,7 @@ import numpy as np
 from drople.safe_image import GREETING, HEAD, BadImage, open_image, square
 
 SERVE = "from drople.safe_image import serve; serve()"
-PIPE_BYTES = 1 << 20  # a whole picture, so that nobody waits in the middle of one
+PIPE_BYTES = 1 << 20  # some pictures, so that nobody waits in the middle of one
 
 
 class Decoder:
@@ -32,27 +35,29 @@ class Decoder:
             pipesize=PIPE_BYTES,
         )
 
-    def ask(self, path: str | Path) -> np.ndarray | str:
-        """A picture, or what is wrong with it; EOFError where the process has died."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        name = os.fsencode(path)
+    def ask(self, paths: Sequence[str | Path]) -> Iterator[np.ndarray | BadImage]:
+        """Pictures in their order, or what is wrong with them; EOFError where the process has died."""
+        assert self.process.stdin is not None and isinstance(self.process.stdout, BufferedReader)
         if not self.greeted:
             self.greeted = self.process.stdout.read(len(GREETING)) == GREETING
+        names = [os.fsencode(path) for path in paths]
         try:
-            self.process.stdin.write(HEAD.pack(len(name)) + name)
+            self.process.stdin.write(b"".join(HEAD.pack(len(name)) + name for name in names))
             self.process.stdin.flush()
         except OSError:
             raise EOFError from None
-        head = self.process.stdout.read(HEAD.size)
-        if len(head) < HEAD.size:
-            raise EOFError
-        (length,) = HEAD.unpack(head)
-        if length < 0:
-            return self.process.stdout.read(-length).decode("utf-8")
-        content = self.process.stdout.read(length)
-        if len(content) < length:
-            raise EOFError
-        return np.frombuffer(content, np.uint8).reshape(3, self.size, self.size)
+        for path in paths:
+            head = self.process.stdout.read(HEAD.size)
+            if len(head) < HEAD.size:
+                raise EOFError
+            (length,) = HEAD.unpack(head)
+            if length < 0:
+                yield BadImage(str(path), self.process.stdout.read(-length).decode("utf-8"))
+                continue
+            pixels = np.empty((3, self.size, self.size), np.uint8)
+            if self.process.stdout.readinto(pixels.data.cast("B")) < length:
+                raise EOFError
+            yield pixels
 
     def close(self) -> None:
         self.process.kill()
@@ -72,32 +77,42 @@ class Decoders:
         for decoder in self.all:
             self.free.put(decoder)
 
-    def square(self, path: str | Path, size: int, resample: int) -> np.ndarray:
-        """A picture, as `square(open_image(path), size, resample)` gives it."""
+    def squares(self, paths: Sequence[str | Path]) -> list[np.ndarray | BadImage]:
+        """Each picture as `square(open_image(path), size, resample)` gives it, or what is wrong with it."""
         decoder = self.free.get()
+        answers: list[np.ndarray | BadImage] = []
+        again = False
         try:
-            # What killed a process may have been somebody else: a picture is asked for twice.
-            for _ in range(2):
+            while len(answers) < len(paths):
                 try:
-                    answer = decoder.ask(path)
-                    break
+                    for answer in decoder.ask(paths[len(answers) :]):
+                        answers.append(answer)
+                        again = False
                 except EOFError:
+                    # Who killed it, perhaps; it may have been somebody else, so that one is asked for twice.
+                    killer = paths[len(answers)]
                     if not decoder.greeted:
                         # No process can be started here; this one does it.
-                        return square(open_image(path), size, resample)
+                        answers.append(in_this_process(killer, decoder.size, decoder.resample))
+                        continue
+                    if again:
+                        why = "reading it ended the process that did: damaged, or made to do harm"
+                        answers.append(BadImage(str(killer), why))
+                    again = not again
                     decoder.close()
-                    decoder = Decoder(size, resample)
+                    decoder = Decoder(decoder.size, decoder.resample)
                     self.all.append(decoder)
-            else:
-                raise BadImage(
-                    str(path), "reading it ended the process that did: damaged, or made to do harm"
-                )
         finally:
             self.free.put(decoder)
-        if isinstance(answer, str):
-            raise BadImage(str(path), answer)
-        return answer
+        return answers
 
     def close(self) -> None:
         for decoder in self.all:
             decoder.close()
+
+
+def in_this_process(path: str | Path, size: int, resample: int) -> np.ndarray | BadImage:
+    try:
+        return square(open_image(path), size, resample)
+    except BadImage as error:
+        return error

@@ -16,8 +16,8 @@ import torch
 from drople.data.decoders import Decoders
 from drople.safe_image import BadImage, ImageSource, open_image, square
 
-# So many files, and so many cores, are worth processes that decode.
-MANY_FILES, MANY_CORES = 4000, 4
+# So many files, and so many cores, are worth processes that decode; each is asked for so many pictures at a time.
+MANY_FILES, MANY_CORES, PORTION = 4000, 4, 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ def decode(
     images = torch.empty(len(sources), 3, size, size, dtype=torch.uint8)
     good: list[int] = []
     bad: list[BadImage] = []
-    for batch, indices, failures in decode_batches(sources, size, resample, batch_size=32, strict=strict):
+    # Batches of a few portions would leave processes without one.
+    batch_size = 32 if len(sources) < MANY_FILES else 256
+    for batch, indices, failures in decode_batches(sources, size, resample, batch_size, strict):
         images[len(good) : len(good) + len(batch)] = batch
         good += indices
         bad += failures
@@ -68,20 +70,25 @@ def decode_batches(
     many = files and len(sources) >= MANY_FILES and workers >= MANY_CORES
     decoders = Decoders(workers, size, resample) if many else None
 
-    def load(source: Any) -> np.ndarray | BadImage:
+    def one(source: ImageSource) -> np.ndarray | BadImage:
         try:
-            return (decoders or _MEMORY).square(source, size, resample)
+            return _MEMORY.square(source, size, resample)
         except BadImage as error:
             return error
 
+    def load(portion: Sequence[Any]) -> list[np.ndarray | BadImage]:
+        return [one(source) for source in portion] if decoders is None else decoders.squares(portion)
+
     starts = range(0, len(sources), batch_size)
-    pending: deque[tuple[int, list[Future[np.ndarray | BadImage]]]] = deque()
+    pending: deque[tuple[int, list[Future[list[np.ndarray | BadImage]]]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="drople-decode")
+    portion = PORTION if many else 1
     try:
         for upcoming in [*starts, None, None]:
             if upcoming is not None:
-                end = min(upcoming + batch_size, len(sources))
-                pending.append((upcoming, [pool.submit(load, sources[i]) for i in range(upcoming, end)]))
+                batch = [sources[i] for i in range(upcoming, min(upcoming + batch_size, len(sources)))]
+                portions = [batch[i : i + portion] for i in range(0, len(batch), portion)]
+                pending.append((upcoming, [pool.submit(load, each) for each in portions]))
             if pending and (len(pending) > 2 or upcoming is None):
                 yield _collect(*pending.popleft(), size, strict)
     finally:
@@ -146,13 +153,13 @@ def _statistics(pixels: Pixels, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def _collect(
-    start: int, futures: list[Future[np.ndarray | BadImage]], size: int, strict: bool
+    start: int, futures: list[Future[list[np.ndarray | BadImage]]], size: int, strict: bool
 ) -> tuple[torch.Tensor, list[int], list[BadImage]]:
     rows: list[np.ndarray] = []
     good: list[int] = []
     bad: list[BadImage] = []
-    for index, future in enumerate(futures, start):
-        result = future.result()
+    results = (result for future in futures for result in future.result())
+    for index, result in enumerate(results, start):
         if not isinstance(result, BadImage):
             rows.append(result)
             good.append(index)
