@@ -1,11 +1,11 @@
-"""What the paper's base-to-novel study costs: 11 datasets x seeds x methods, in GPU hours from measured steps.
+"""What the paper's base-to-novel study costs: 11 datasets x seeds x methods, in GPU minutes from measured steps.
 
     for K in 5 50 200 500; do drople cost --backbones shape:vit-b-16 --classes $K --json > cost-$K.json; done
     python benchmarks/full_study.py cost-*.json [--epochs 30] [--shots 16] [--seeds 3]
 
 A run trains on half of the classes and then predicts their validation images and all test images. How long a
 step and a prediction take depends on the number of classes, so between the numbers that were measured
-a straight line is drawn. Images a class may be fewer than the shots: hours are at most these. Starting a process,
+a straight line is drawn. Images a class may be fewer than the shots: minutes are at most these. Starting a process,
 reading images from the disk and encoding class names are not in it. Prints a Markdown table.
 """
 
@@ -50,7 +50,7 @@ def steps(entry: Dataset, batch: int, epochs: int, shots: int) -> int:
     return epochs * math.ceil(shots * math.ceil(entry.classes / 2) / batch)
 
 
-def hours(rows: Sequence[dict[str, Any]], entry: Dataset, epochs: int, shots: int) -> float:
+def minutes(rows: Sequence[dict[str, Any]], entry: Dataset, epochs: int, shots: int) -> float:
     """One run of a method on a dataset."""
     classes = math.ceil(entry.classes / 2)
     _, val, test = entry.counts
@@ -58,7 +58,7 @@ def hours(rows: Sequence[dict[str, Any]], entry: Dataset, epochs: int, shots: in
     if all(row["step_seconds"] is not None for row in rows):
         step = between(rows, classes, [row["step_seconds"] for row in rows])
         seconds += step * steps(entry, rows[0]["batch"], epochs, shots)
-    return seconds / 3600
+    return seconds / 60
 
 
 def main() -> None:
@@ -73,22 +73,22 @@ def main() -> None:
     costs = read(given.costs)
     first = next(iter(costs.values()))[0]
     table = {
-        entry: [hours(rows, entry, given.epochs, given.shots) for rows in costs.values()] for entry in STUDY
+        entry: [minutes(rows, entry, given.epochs, given.shots) for rows in costs.values()] for entry in STUDY
     }
     print(f"| dataset | classes trained | steps a run | {' | '.join(costs)} |")
     print("|:--|--:|--:|" + "--:|" * len(costs))
     for entry, values in table.items():
-        shown = " | ".join(f"{given.seeds * value:.2f}" for value in values)
+        shown = " | ".join(f"{given.seeds * value:.1f}" for value in values)
         number = steps(entry, first["batch"], given.epochs, given.shots)
         print(f"| {entry.title} | {math.ceil(entry.classes / 2)} | {number:,} | {shown} |")
     totals = [given.seeds * sum(column) for column in zip(*table.values(), strict=True)]
-    print(f"| all | | | {' | '.join(f'{total:.2f}' for total in totals)} |")
+    print(f"| all | | | {' | '.join(f'{total:.1f}' for total in totals)} |")
     runs = given.seeds * len(table) * len(costs)
     longest = max(value for values in table.values() for value in values)
     print(
-        f"\nHours for {given.seeds} seeds: {first['backbone']} on {first['device']}, batch {first['batch']}, "
-        f"{given.epochs} epochs, {given.shots} shots. All {runs} runs: {sum(totals):.1f} hours on one device; "
-        f"the longest single run, below which no cluster gets: {longest:.2f} hours."
+        f"\nMinutes for {given.seeds} seeds: {first['backbone']} on {first['device']}, batch {first['batch']}, "
+        f"{given.epochs} epochs, {given.shots} shots. All {runs} runs: {sum(totals):.0f} minutes on one device; "
+        f"the longest single run, below which no cluster gets: {longest:.1f} minutes."
     )
 
 

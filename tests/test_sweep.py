@@ -340,7 +340,7 @@ def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> Non
 # What a study costs --------------------------------------------------------------------------------
 
 
-def test_the_hours_of_a_study_come_from_measured_steps(
+def test_the_minutes_of_a_study_come_from_measured_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Steps that take 10 ms a class and images that take 1 ms, so that every number can be told by hand."""
@@ -360,10 +360,10 @@ def test_the_hours_of_a_study_come_from_measured_steps(
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     table = {row[0]: row[1:] for row in cells}
     # EuroSAT: 5 classes of 16 images are 3 batches, 30 times; 2,700 of val and 8,100 of test.
-    eurosat = 3 * (30 * 3 * 0.05 + 10.8) / 3600
-    assert table["EuroSAT"] == ["5", "90", f"{eurosat:.2f}", f"{3 * 10.8 / 3600:.2f}"]
+    eurosat = 3 * (30 * 3 * 0.05 + 10.8) / 60
+    assert table["EuroSAT"] == ["5", "90", f"{eurosat:.1f}", f"{3 * 10.8 / 60:.1f}"]
     # ImageNet: 500 classes are 250 batches, 30 times; 25,000 of val and 50,000 of test.
-    assert table["ImageNet"][:3] == ["500", "7,500", f"{3 * (7500 * 5 + 75) / 3600:.2f}"]
+    assert table["ImageNet"][:3] == ["500", "7,500", f"{3 * (7500 * 5 + 75) / 60:.1f}"]
     assert len(table) == 11 + 3 and "All 66 runs" in lines[-1]
     monkeypatch.setattr(sys, "argv", ["full_study.py", str(files[0])])
     with pytest.raises(SystemExit, match="measure it with 500 too"):
