@@ -49,8 +49,9 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         "study-shift": plan("domain-shift", ("pacs",), (*STUDY, "drople"), SEEDS, **common),
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
         "study-more-seeds": plan(
-            "base-to-novel", FOUR, ("maple", "promptsrc", "drople"), range(4, 9), **common
-        ),
+            "base-to-novel", FOUR, ("maple", "promptsrc", "baseline", "drople"), range(4, 9), **common
+        )
+        + plan("base-to-novel", FOUR, ("drople",), range(4, 9), preset="low_rank", **common),
         "study-presets": [
             run
             for preset in ("paper", "released", "low_rank")

@@ -63,6 +63,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
     training.run(keep)
     answers: dict[str, dict[str, float]] = {}
+    loras = {part: part.scale for part in method.modules() if isinstance(part, LoRA)}
     for name, epochs in of_epochs(schedule.epochs).items():
         for parameter, *states in zip(method.parameters(), *(at[e] for e in epochs), strict=True):
             parameter.data.copy_(torch.stack(states).mean(0))
@@ -82,23 +83,21 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
                     answer = answers.setdefault(f"{name} i{i} t{t}", {})
                     answer[part] = right(mixed, (1 - t) * classes + t * plain, truth)
             if name == "last":
+                trained_on = features(method, pictures, pictures.rows(chosen))
                 for omega in OMEGAS:
                     known = Prototypes(method.task.words, classes.shape[1], omega).to(backbone.device)
-                    known.hold(features(method, pictures, pictures.rows(chosen)), few.labels)
+                    known.hold(trained_on, few.labels)
                     answers.setdefault(f"p{omega}", {})[part] = right(
                         images, known.join(words, classes), truth
                     )
-    loras = [part for part in method.modules() if isinstance(part, LoRA)]
-    for parameter, state in zip(method.parameters(), at[schedule.epochs], strict=True):
-        parameter.data.copy_(state)
-    whole = [lora.scale for lora in loras]
-    for share in SCALES if loras else ():
-        for lora, scale in zip(loras, whole, strict=True):
-            lora.scale = share * scale
-        words, examples = asked["novel"]
-        truth = torch.tensor([e.label for e in examples], device=backbone.device)
-        images = features(method, pictures, pictures.rows(examples))
-        answers[f"a{share}"] = {"novel": right(images, method.class_weights(words).float(), truth)}
+                for share in SCALES if loras else ():
+                    for lora, scale in loras.items():
+                        lora.scale = share * scale
+                    answers.setdefault(f"a{share}", {})[part] = right(
+                        features(method, pictures, where), method.class_weights(words).float(), truth
+                    )
+                for lora, scale in loras.items():
+                    lora.scale = scale
     return {**task, "answers": answers}
 
 
