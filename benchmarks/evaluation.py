@@ -26,7 +26,7 @@ from drople.backbone import Backbone
 from drople.backbone.shapes import PREFIX, shape_backbone
 from drople.cost import class_names
 from drople.data.dataset import Example, ImageData
-from drople.data.images import decode_batches, normalise
+from drople.data.images import decode, decode_batches, normalise
 from drople.learner import ENCODE_BATCH, PromptLearner
 from drople.safe_image import open_image, square
 
@@ -79,6 +79,19 @@ def gpu_alone(learner: PromptLearner, words: tuple[str, ...], images: int) -> No
                 logits.float().cpu()
 
 
+def check(learner: PromptLearner, files: list[Path], words: tuple[str, ...]) -> None:
+    """What comes from the device while it works is what comes when everybody waits for it."""
+    backbone = learner.backbone_
+    images, *_ = decode(files, backbone.pixels.size, backbone.pixels.resample)
+    with torch.no_grad():
+        parts = (
+            normalise(part.to(backbone.device), backbone.pixels, backbone.dtype)
+            for part in images.split(ENCODE_BATCH)
+        )
+        waited = [learner.method_.logits(part, learner.class_weights(words)).float().cpu() for part in parts]
+    assert torch.equal(learner.logits(files)[0], torch.cat(waited)), "the logits are others"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -120,6 +133,7 @@ def main() -> None:
         data = ImageData(words, words, train, test=test)
         with timed(times, "evaluate, whole"):
             learner.evaluate(data)
+        check(learner, files[: 3 * ENCODE_BATCH], words)
     processes_alone, reader, towers, whole = times.values()
     bound = "decoding" if processes_alone > towers else "the towers"
     longest = max(processes_alone, towers)

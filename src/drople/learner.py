@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drople import __version__, metrics
+from drople.arriving import Arriving
 from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
 from drople.data.images import decode, decode_batches, normalise
@@ -462,19 +463,18 @@ class PromptLearner:
         self, sources: Sequence[ImageSource], views: "Sequence[View]", what: str
     ) -> tuple[list[Tensor], list[int], list[BadImage]]:
         parts: list[list[Tensor]] = []
+        arriving: list[Arriving] = []
         good: list[int] = []
         bad: list[BadImage] = []
         with self.progress.task(what, len(sources)) as update:
             for results, indices, failures in self._encode(sources, views, update):
-                if parts:
-                    # Fetched while the device is busy with the next batch.
-                    parts[-1] = [r.cpu() for r in parts[-1]]
-                parts += [[r.float() for r in results]] if indices else []
+                here, arriving = arriving, [Arriving(r.float()) for r in results]
+                parts += [[each.get() for each in here]] if here else []
                 good += indices
                 bad += failures
-        if not parts:
+        if not good:
             return [torch.empty(0, 0) for _ in views], good, bad
-        parts[-1] = [r.cpu() for r in parts[-1]]
+        parts += [[each.get() for each in arriving]] if arriving else []
         return [torch.cat(column) for column in zip(*parts, strict=True)], good, bad
 
     @torch.no_grad()
@@ -482,11 +482,11 @@ class PromptLearner:
         self, sources: Sequence[ImageSource], views: "Sequence[View]", update: Callable[[int], None]
     ) -> Iterator[tuple[list[Tensor], list[int], list[BadImage]]]:
         backbone, done = self.backbone_, 0
-        pixels = backbone.pixels
+        pixels, pinned = backbone.pixels, backbone.device.type == "cuda"
         for batch, indices, bad in decode_batches(
-            sources, pixels.size, pixels.resample, ENCODE_BATCH, strict=self.strict
+            sources, pixels.size, pixels.resample, ENCODE_BATCH, strict=self.strict, pinned=pinned
         ):
-            images = normalise(batch.to(backbone.device), pixels, backbone.dtype)
+            images = normalise(batch.to(backbone.device, non_blocking=pinned), pixels, backbone.dtype)
             yield [view(self, images) for view in views] if indices else [], indices, bad
             done += len(indices) + len(bad)
             update(done)

@@ -57,12 +57,18 @@ def decode(
 
 
 def decode_batches(
-    sources: Sequence[ImageSource], size: int, resample: int, batch_size: int, strict: bool = False
+    sources: Sequence[ImageSource],
+    size: int,
+    resample: int,
+    batch_size: int,
+    strict: bool = False,
+    pinned: bool = False,
 ) -> Iterator[tuple[torch.Tensor, list[int], list[BadImage]]]:
     """Batches of (uint8 images, their indices in `sources`, bad ones), in order.
 
-    Two batches are decoded ahead while the caller computes, never more. A batch whose pictures are all bad
-    is still given, with no rows, so that its bad ones are not lost.
+    Two batches are decoded ahead while the caller computes (by processes: two portions for each), never more. A
+    batch whose pictures are all bad is still given, with no rows, so that its bad ones are not lost. `pinned`
+    batches go to a GPU without waiting for what it does.
     """
 
     workers = min(16, os.cpu_count() or 1)
@@ -82,15 +88,15 @@ def decode_batches(
     starts = range(0, len(sources), batch_size)
     pending: deque[tuple[int, list[Future[list[np.ndarray | BadImage]]]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="drople-decode")
-    portion = PORTION if many else 1
+    portion, ahead = (PORTION, max(2, -(-2 * workers * PORTION // batch_size))) if many else (1, 2)
     try:
-        for upcoming in [*starts, None, None]:
+        for upcoming in [*starts, *[None] * ahead]:
             if upcoming is not None:
                 batch = [sources[i] for i in range(upcoming, min(upcoming + batch_size, len(sources)))]
                 portions = [batch[i : i + portion] for i in range(0, len(batch), portion)]
                 pending.append((upcoming, [pool.submit(load, each) for each in portions]))
-            if pending and (len(pending) > 2 or upcoming is None):
-                yield _collect(*pending.popleft(), size, strict)
+            if pending and (len(pending) > ahead or upcoming is None):
+                yield _collect(*pending.popleft(), size, strict, pinned)
     finally:
         pool.shutdown(cancel_futures=True)
         if decoders is not None:
@@ -153,7 +159,7 @@ def _statistics(pixels: Pixels, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def _collect(
-    start: int, futures: list[Future[list[np.ndarray | BadImage]]], size: int, strict: bool
+    start: int, futures: list[Future[list[np.ndarray | BadImage]]], size: int, strict: bool, pinned: bool
 ) -> tuple[torch.Tensor, list[int], list[BadImage]]:
     rows: list[np.ndarray] = []
     good: list[int] = []
@@ -167,5 +173,7 @@ def _collect(
             raise result
         else:
             bad.append(result)
-    batch = torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, 3, size, size, dtype=torch.uint8)
+    batch = torch.empty(len(rows), 3, size, size, dtype=torch.uint8, pin_memory=pinned)
+    if rows:
+        np.stack(rows, out=batch.numpy())
     return batch, good, bad
