@@ -2,9 +2,13 @@
 
 import dataclasses
 import json
+import shlex
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import COLOURS, contents, own_folder, picture, tiny_checkpoint
 from checkpoints import pictures as coloured
+from filelock import FileLock
 from PIL import Image
 
 from drople.data.dataset import ImageData
@@ -543,4 +548,39 @@ def test_work_left_by_a_kill_after_the_record_is_cleared(five: Path, tmp_path: P
     left.mkdir(parents=True)
     picture("red", 1).save(left / "anything.png")
     list(benchmark([run], ROOT, tmp_path))
+    assert not (tmp_path / ".work").exists()
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(five: Path, tmp_path: Path) -> None:
+    first, second = runs = [a_run("few-shot", five, seed=seed) for seed in (1, 2)]
+    elsewhere = tmp_path / "elsewhere"
+    list(benchmark(runs[:1], ROOT, elsewhere))
+    out = tmp_path / "out"
+    place = out / first.path
+    place.parent.mkdir(parents=True)
+    other = FileLock(place.with_name(f".{place.stem}.lock"))
+    other.acquire()
+    stream = benchmark(runs, ROOT, out)
+    run, _, there = next(stream)
+    assert run == second and not there, "its turn comes when all others are done"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, stream)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        place.write_bytes((elsewhere / first.path).read_bytes())
+        other.release()
+        run, record, there = waiting.result(60)
+    assert run == first and there and record["status"] == "done"
+    assert next(stream, None) is None
+
+
+def test_two_processes_at_the_same_records_do_each_run_once(five: Path, tmp_path: Path) -> None:
+    command = f"""{sys.executable} -m drople benchmark few-shot --datasets {five} --methods coop --seeds 1 2 3
+        --shots 2 --set epochs=1 --device cpu --backbone {BACKBONE} --out {tmp_path}"""
+    both = [subprocess.Popen(shlex.split(command), stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("few-shot/*.json")]
+    assert [record["status"] for record in records] == ["done"] * 3
+    assert sum(lines.count("was there") for lines in said) == 3, said
     assert not (tmp_path / ".work").exists()

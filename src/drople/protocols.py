@@ -18,11 +18,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from drople import __version__, gla
@@ -417,23 +419,43 @@ def benchmark(
     retry_failed: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[tuple[Run, dict[str, Any], bool]]:
-    """Go through the runs; yields each with its record and whether it was there already."""
-    for run in runs:
+    """Go through the runs; yields each with its record and whether it was there already.
+
+    Several processes may work on the same records: a run that another one is at comes last, to be done by it.
+    """
+    busy: list[Run] = []
+    for run, seconds in chain(((run, 0) for run in runs), ((run, -1) for run in busy)):
         path, work = out / run.path, out / ".work" / run.key
-        if path.exists():
-            record = read_json(path)
-            if record.get("status") == "done" or not retry_failed:
-                # Left behind by a process killed right after it wrote the record.
-                shutil.rmtree(work, ignore_errors=True)
-                yield run, record, True
+        record = _recorded(path, retry_failed)
+        there = record is not None
+        # A process that was killed right after it wrote the record has left its work behind.
+        if record is None or work.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path.with_name(f".{path.stem}.lock"))
+            try:
+                held = lock.acquire(timeout=seconds)
+            except Timeout:
+                busy.append(run)
                 continue
-        record = execute(run, root, work, device, progress)
-        write_json(path, record)
-        shutil.rmtree(work, ignore_errors=True)
-        yield run, record, False
+            with held:
+                record = _recorded(path, retry_failed)
+                there = record is not None
+                if record is None:
+                    record = execute(run, root, work, device, progress)
+                    write_json(path, record)
+                shutil.rmtree(work, ignore_errors=True)
+                Path(lock.lock_file).unlink(missing_ok=True)
+        yield run, record, there
     # Another process may be at work on the same records.
     with contextlib.suppress(OSError):
         (out / ".work").rmdir()
+
+
+def _recorded(path: Path, retry_failed: bool) -> dict[str, Any] | None:
+    """The record of a run that is not to be done again."""
+    record = read_json(path) if path.exists() else None
+    done = record is not None and (record.get("status") == "done" or not retry_failed)
+    return record if done else None
 
 
 def summary(record: Mapping[str, Any]) -> str:
