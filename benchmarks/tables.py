@@ -47,6 +47,7 @@ def tables(backbone: str) -> dict[str, list[Run]]:
         + plan("long-tail", ("pacs",), OURS, SEEDS, **common),
         "study": plan("base-to-novel", FOUR, STUDY, SEEDS, **common),
         "study-shift": plan("domain-shift", ("pacs",), (*STUDY, "drople"), SEEDS, **common),
+        "study-long-tail": plan("long-tail", FOUR, STUDY, SEEDS, **common),
         "study-drople": plan("base-to-novel", FOUR, ("drople",), SEEDS, **common),
         "study-more-seeds": plan(
             "base-to-novel", FOUR, ("maple", "promptsrc", "baseline", "drople"), range(4, 9), **common
