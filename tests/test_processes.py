@@ -19,7 +19,7 @@ from torch.distributed.run import main as torchrun
 
 from drople.backbone import Backbone
 from drople.cli import main
-from drople.methods import Task, make
+from drople.methods import REGISTRY, Task, make
 from drople.methods.base import TrainingData
 from drople.training import Training, TrainingOptions
 
@@ -30,6 +30,7 @@ EVERY_TERM = {"alignment_detached": False, "l1_text": 1.0, "kl": 1.0, "l2": 1.0,
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "drople": ("drople", NOTHING_DROPS),
     "every-term": ("drople", NOTHING_DROPS | EVERY_TERM),
+    "low-rank": ("drople", {**REGISTRY["drople"].presets["low_rank"], **NOTHING_DROPS}),
     "chunks": ("drople", NOTHING_DROPS),
     "coop": ("coop", {}),
     "tcp": ("tcp", {}),

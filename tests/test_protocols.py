@@ -368,7 +368,10 @@ def test_the_records_behind_the_docs_are_found_again() -> None:
                 source=record["dataset"] if of_source else None,
                 targets=() if of_source else record["targets"],
                 ratio=record["ratio"] or 10.0,
-                options={name: str(value) for name, value in record["options"].items()},
+                options={
+                    name: ",".join(value) if isinstance(value, list) else str(value)
+                    for name, value in record["options"].items()
+                },
                 **{name: record[name] for name in ("backbone", "preset", "precision", "post_hoc")},
             )
             run = dataclasses.replace(run, row=record.get("row"))
