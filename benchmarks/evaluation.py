@@ -30,7 +30,7 @@ from drople.data.images import decode, decode_batches, normalise
 from drople.learner import ENCODE_BATCH, PromptLearner
 from drople.safe_image import open_image, square
 
-DISTINCT = 2000
+DISTINCT = 500
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 THREADS = min(16, os.cpu_count() or 1)  # as `decode_batches`
 

@@ -1,9 +1,16 @@
-"""The README's tree names every file of the package, as the files describe themselves."""
+"""The README's tree names every file of the package, as the files describe themselves; its figures are the records'."""
 
+import re
 import runpy
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records.tar.gz"
 
 
 def test_the_tree_is_current() -> None:
@@ -15,3 +22,24 @@ def test_every_module_says_what_it_is_for() -> None:
     first = runpy.run_path(str(ROOT / "tools" / "tree.py"))["first_sentence"]
     silent = [f for f in (ROOT / "src").rglob("*.py") if not first(f)]
     assert not silent
+
+
+@pytest.mark.skipif(not RECORDS.exists(), reason="the records of docs/results.md are not here")
+def test_what_is_said_of_the_study_is_what_the_records_say(tmp_path: Path) -> None:
+    with tarfile.open(RECORDS) as tar:
+        tar.extractall(tmp_path, filter="data")
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "study" / "compare.py",
+        "records-b16",
+        "records-b16-seeds",
+    ]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    rows = {line.split("|")[1].strip(): line for line in answer.splitlines() if line.startswith("|")}
+    results = (ROOT / "docs" / "results.md").read_text("utf-8")
+    for listed in ("zero-shot", "coop", "cocoop", "kgcoop", "maple", "promptsrc", "baseline"):
+        assert rows[listed] in results and rows[listed].endswith("| yes |"), rows[listed]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for method, name in (("promptsrc", "PromptSRC"), ("maple", "MaPLe")):
+        mean, error = map(float, rows[method].split("|")[4].split("±"))
+        assert re.search(rf"{mean:.1f} ± {error:.1f} above {name}'s", readme), rows[method]
