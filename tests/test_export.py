@@ -36,7 +36,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(data: Path, method: str, **options: Any) -> PromptLearner:
-    return PromptLearner(tiny_checkpoint(), method, epochs=1, device="cpu", **options).fit(data, 4)
+    given = {"epochs": 1, "device": "cpu", "precision": "float32", **options}
+    return PromptLearner(tiny_checkpoint(), method, **given).fit(data, 4)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,8 @@ def real(shared: Path, onnx_extra: None) -> tuple[PromptLearner, Path, Exported,
         tar.extractall(folder, members=members, filter="data")
     images = sorted((folder / "eurosat" / "test").rglob("*.jpg"))
     assert len(images) >= 200
-    learner = PromptLearner("pocket", "drople", epochs=1, device="cpu").fit(folder / "eurosat", 1)
+    learner = PromptLearner("pocket", "drople", epochs=1, device="cpu", precision="float32")
+    learner.fit(folder / "eurosat", 1)
     # Prompts far from where they start, and a temperature: neither can be forgotten unnoticed.
     with torch.no_grad():
         for parameter in learner.method_.parameters():

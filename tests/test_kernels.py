@@ -136,7 +136,9 @@ def test_a_tower_with_our_kernels(tower: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gradcam_finds_the_norm_that_our_kernels_step_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = PromptLearner(tiny_backbone(vision_layers=2, text_layers=2, image=8), epochs=1)
+    learner = PromptLearner(
+        tiny_backbone(vision_layers=2, text_layers=2, image=8), epochs=1, precision="float32"
+    )
     learner.fit([(picture(name, n), name) for name in ("red", "blue") for n in range(2)], None)
     images, targets = random_images(learner.backbone_, 2), torch.tensor([0, 1])
     plain = gradcam(learner, images, targets)

@@ -294,6 +294,27 @@ def test_bf16_trains_on_the_cpu_and_stays_finite(data: Path, tmp_path: Path) -> 
     assert PromptLearner.load(tmp_path / "run").backbone_.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("processor", "wanted"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False}, torch.float32),
+        (None, torch.float32),
+    ],
+)
+def test_the_usual_precision_is_the_processor_s(
+    processor: dict[str, bool] | None, wanted: torch.dtype, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU in bf16 only where it is fast; a torch that cannot say counts as one that is not."""
+    if processor is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor, raising=False)
+    learner = PromptLearner(tiny_checkpoint(), "zero-shot", device="cpu").fit(data)
+    assert learner.backbone_.dtype == wanted
+
+
 def test_fp16_on_the_cpu_is_refused_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
     answer = drople(*fit_arguments(data, tmp_path / "run", "--precision", "fp16", "--device", "cpu"))
     assert answer.code == 2
@@ -393,7 +414,7 @@ def test_no_frozen_weight_changes(data: Path) -> None:
         return hashlib.sha256(b"".join(n.encode() + t.numpy().tobytes() for n, t in state)).hexdigest()
 
     before = digest(Backbone.load(tiny_checkpoint()))
-    learner = PromptLearner(tiny_checkpoint(), epochs=3, lr=0.1).fit(data)
+    learner = PromptLearner(tiny_checkpoint(), epochs=3, lr=0.1, precision="float32").fit(data)
     assert digest(learner.backbone_) == before
     assert all(p.grad is None and not p.requires_grad for p in learner.backbone_.model.parameters())
 
@@ -448,7 +469,8 @@ def together(*arguments: object) -> list[Any]:
 )
 def test_two_processes_learn_what_one_does(method: tuple[str, ...], data: Path, tmp_path: Path) -> None:
     """Batches of 5 do not halve, and the last of an epoch has 3: the shares of the processes differ."""
-    common = ("--set", "augmentation=none", "--set", "batch_size=5", "--set", "epochs=3", "--json", *method)
+    common = ("--set", "augmentation=none", "--set", "batch_size=5", "--set", "epochs=3")
+    common += ("--precision", "float32", "--json", *method)
     arguments = [fit_arguments(data, tmp_path / name, *common) for name in ("one", "two")]
     assert drople(*arguments[0]).code == 0
     first, second = together(*arguments[1])

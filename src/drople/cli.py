@@ -28,6 +28,10 @@ app = App(
 Json = Annotated[bool, Parameter(name="--json", help="print JSON, and nothing else, to standard output")]
 Strict = Annotated[bool, Parameter(help="stop at the first bad image instead of skipping it")]
 Device = Annotated[str, Parameter(help="cpu, cuda, or auto: a GPU where there is one")]
+Precision = Annotated[
+    Literal["auto", "float32", "bf16", "fp16"],
+    Parameter(help="number format of the backbone; auto: bf16 where the chip is fast at it, else float32"),
+]
 Names = Annotated[Path | None, Parameter(help="JSON or CSV that maps folder names to words")]
 OWN_FLAGS = ("backbone", "method", "preset", "template", "seed", "device", "precision", "strict", "progress")
 Settings = Annotated[
@@ -66,9 +70,7 @@ def fit(
     classnames: Names = None,
     resume: Annotated[bool, Parameter(help="go on with a run that was stopped")] = False,
     device: Device = "auto",
-    precision: Annotated[
-        Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")
-    ] = "auto",
+    precision: Precision = "auto",
     strict: Strict = False,
     set_: Settings = None,
     json: Json = False,
@@ -246,9 +248,7 @@ def benchmark(
         ),
     ] = None,
     device: Device = "auto",
-    precision: Annotated[
-        Literal["auto", "float32", "bf16", "fp16"], Parameter(help="number format of the backbone")
-    ] = "auto",
+    precision: Precision = "auto",
     set_: Settings = None,
     json: Json = False,
 ) -> None:

@@ -31,7 +31,16 @@ from drople.progress import Progress, Quiet
 from drople.records import read_json, read_tensors, write_bytes, write_json, write_tensors
 from drople.safe_image import BadImage, ImageSource
 from drople.templates import DEFAULT, read_template
-from drople.training import CHECKPOINT, LOG, Precision, Status, Training, TrainingOptions
+from drople.training import (
+    CHECKPOINT,
+    DTYPES,
+    LOG,
+    Precision,
+    Status,
+    Training,
+    TrainingOptions,
+    usual_precision,
+)
 
 CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
 # Training images are kept a little larger than the backbone sees them, so that crops have room.
@@ -253,14 +262,11 @@ class PromptLearner:
             torch.empty(0, device=place)
         except (RuntimeError, AssertionError):
             raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
-        precision = (
-            self.precision if self.precision != "auto" else "bf16" if place.type == "cuda" else "float32"
-        )
-        dtypes = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        if precision not in dtypes:
-            raise unknown("precision", precision, dtypes)
+        precision = usual_precision(place) if self.precision == "auto" else self.precision
+        if precision not in DTYPES:
+            raise unknown("precision", precision, DTYPES)
         frozen = self.backbone if isinstance(self.backbone, Backbone) else Backbone.load(config["backbone"])
-        self.backbone_ = frozen.to(place, dtypes[precision])
+        self.backbone_ = frozen.to(place, DTYPES[precision])
         self.classes_ = tuple(config["classes"])
         self.words_ = tuple(config["words"])
         task = Task(self.words_, tuple(config["templates"]))

@@ -30,6 +30,7 @@ from drople.options import option
 from drople.records import read_tensors, write_bytes, write_tensors
 
 Precision = Literal["auto", "float32", "bf16", "fp16"]
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Augmentation = Literal["crop_flip", "patch_randaugment", "none"]
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -101,6 +102,14 @@ def augment(images: Tensor, size: int, patch: int, kind: Augmentation, crop_scal
         )
     cropped = random_resized_crop_flip(images, size, scale=(crop_scale, 1.0))
     return patch_randaugment(cropped, patch) if kind == "patch_randaugment" else cropped
+
+
+def usual_precision(place: torch.device) -> Precision:
+    """bf16 where the chip multiplies it fast: GPUs, and processors that say so. Others would be slower by it."""
+    # Older torch does not know of its processor.
+    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = place.type == "cuda" or processor.get("avx512_bf16") or processor.get("amx_bf16")
+    return "bf16" if fast else "float32"
 
 
 class Training:
