@@ -56,6 +56,22 @@ def paragraph(answer: Answer) -> str:
 # benchmark ------------------------------------------------------------------------------------------
 
 
+def test_a_benchmark_is_not_for_torchrun(data: Path, tmp_path: Path) -> None:
+    arguments = (
+        "benchmark",
+        "few-shot",
+        "--datasets",
+        data,
+        "--methods",
+        "coop",
+        "--out",
+        tmp_path / "records",
+    )
+    answer = drople(*arguments, environment={"WORLD_SIZE": "2", "RANK": "0"})
+    assert answer.code == 2 and "--cluster local:N" in answer.err
+    assert not (tmp_path / "records").exists()
+
+
 def test_a_benchmark_prints_its_table_and_goes_on_another_time(data: Path, tmp_path: Path) -> None:
     arguments = ("benchmark", "base-to-novel", "--datasets", data, *QUICK, "--out", tmp_path / "records")
     first = drople(*arguments, environment=COLUMNS)

@@ -255,13 +255,18 @@ def benchmark(
     """Run methods on datasets under one protocol, and print the paper's table.
 
     One JSON record a run, written when it is done: kill it and call it again, and it goes on where it
-    stopped. `drople table` prints tables from records.
+    stopped. Several commands may fill one folder. `drople table` prints tables from records.
     """
     from drople.answers import print_benchmark, refuse_failures
     from drople.progress import Terminal
     from drople.protocols import benchmark as go
     from drople.protocols import plan, summary
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DropleError(
+            "torchrun and accelerate launch start several processes for one training: a benchmark has many. Start it "
+            "without them, with --cluster local:N for N runs at a time."
+        )
     options = read_settings(set_) | ({} if epochs is None else {"epochs": epochs})
     runs = plan(
         protocol,

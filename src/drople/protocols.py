@@ -432,6 +432,8 @@ def benchmark(
         if record is None or work.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path.with_name(f".{path.stem}.lock"))
+            if seconds and progress is not None:
+                progress.say(f"waiting for {path.stem}, which another process does")
             try:
                 held = lock.acquire(timeout=seconds)
             except Timeout:
