@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import COLOURS, contents, picture, pictures, splits, tiny_checkpoint
+from checkpoints import COLOURS, contents, drople, picture, pictures, splits, tiny_checkpoint
 from PIL import Image
 
 from drople import PromptLearner
+from drople.backbone import Backbone
 from drople.data import load_data
 from drople.errors import DropleError
 from drople.learner import as_sources, fingerprint
+from drople.methods.drople import DroPLe
+from drople.report.commands import fit_command
 from drople.templates import ELEVEN, read_template
 
 BASE = ("red", "green", "blue")
@@ -332,6 +335,42 @@ def test_zero_shot_learns_nothing_and_equals_the_frozen_model(data: Path, tmp_pa
     result = one.evaluate(data)
     assert result["accuracy"] == result["zero_shot_accuracy"]
     assert PromptLearner.load(tmp_path / "run").evaluate(data) == result
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "low_rank"),
+        ({"epochs": 3, "lr": 0.1}, "low_rank"),
+        ({"preset": "none"}, None),
+        ({"preset": None}, None),
+        ({"preset": "paper"}, "paper"),
+        ({"text_length": 3}, None),
+        ({"method": "coop"}, None),
+        ({"method": "coop+drople"}, None),
+        ({"backbone": tiny_checkpoint()}, None),
+    ],
+)
+def test_a_backbone_has_the_preset_that_suits_it(given: dict[str, Any], wanted: str | None) -> None:
+    """Unless a preset, or an option of the method, is asked for."""
+    one = PromptLearner(**{"backbone": "pocket", "method": "drople", **given})
+    options, _ = one._split_options()
+    assert one.preset_ == wanted
+    assert wanted is None or options == DroPLe.presets[wanted]
+    assert PromptLearner(Backbone.load("pocket"))._split_options()[0] == DroPLe.presets["low_rank"]
+
+
+def test_the_preset_that_was_taken_is_said_and_kept(data: Path, tmp_path: Path) -> None:
+    answer = drople("fit", data, "--out", tmp_path / "run", "--shots", 1, "--epochs", 1)
+    assert answer.code == 0 and "preset low_rank, which suits pocket" in " ".join(answer.err.split())
+    config = json.loads((tmp_path / "run/config.json").read_text("utf-8"))
+    assert config["preset"] == "low_rank" and config["options"] == DroPLe.presets["low_rank"]
+    assert "--preset low_rank" in fit_command(config)
+    assert "--preset none" in fit_command({**config, "preset": None, "options": {}})
+    assert "--preset" not in fit_command({**config, "preset": None, "options": {}, "backbone": "elsewhere"})
+    again = drople("fit", data, "--out", tmp_path / "run", "--shots", 1, "--epochs", 1, "--resume")
+    assert again.code == 0 and "finished already" in again.err
+    assert PromptLearner.load(tmp_path / "run").preset == "low_rank"
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def fit(
     seed: Annotated[int, Parameter(help="same seed, same machine: the same bytes")] = 1,
     epochs: Annotated[int | None, Parameter(help="passes over the training images")] = None,
     preset: Annotated[
-        str | None, Parameter(help="drople has paper, released and low_rank; without one, our own choice")
-    ] = None,
+        str, Parameter(help="drople has paper, released and low_rank; none; or auto: what suits the backbone")
+    ] = "auto",
     template: Annotated[str | None, Parameter(help="the sentence around a class name, with {}")] = None,
     classnames: Names = None,
     resume: Annotated[bool, Parameter(help="go on with a run that was stopped")] = False,

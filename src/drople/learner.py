@@ -73,7 +73,8 @@ class PromptLearner:
     """A classifier made of a frozen CLIP and a handful of images.
 
     `options` are those of the method (`drople methods NAME` lists them) and of training (epochs, lr,
-    batch_size, ...). After `fit`: `classes_`, `method_`, `temperature_`, `history_`.
+    batch_size, ...). `preset` names a set of them: "auto" is what suits the backbone, "none" the method's default, and
+    so is "auto" where an option of the method is given. After `fit`: `classes_`, `method_`, `temperature_`, `history_`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PromptLearner:
         backbone: str | Path | Backbone = "pocket",
         method: str = "drople",
         *,
-        preset: str | None = None,
+        preset: str | None = "auto",
         template: str | None = None,
         seed: int = 1,
         device: str = "auto",
@@ -125,6 +126,10 @@ class PromptLearner:
         run stopped.
         """
         method_options, training_options = self._split_options()
+        if self.preset_ != self.preset and self.preset_ is not None:
+            self.progress.say(
+                f"preset {self.preset_}, which suits {self._named} (preset none is {self.method}'s default)"
+            )
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
         self._say(images.notes)
         if not images.train:
@@ -185,14 +190,19 @@ class PromptLearner:
         """The options of the method and of training, presets first, then what was given."""
         kind, _ = find(self.method)
         given = dict(self.options)
-        if self.preset is not None:
-            if self.preset not in kind.presets:
-                raise unknown(f"preset of {self.method}", self.preset, kind.presets or ["(it has none)"])
-            given = {**kind.presets[self.preset], **given}
+        known = option_names(self.method)
+        self.preset_ = None if self.preset == "none" else self.preset
+        if self.preset == "auto":
+            # Who sets options of the method starts from its default.
+            self.preset_ = None if any(n in known for n in given) else kind.preset_with.get(self._named)
+        if self.preset_ is not None:
+            if self.preset_ not in kind.presets:
+                there = ["auto", "none", *kind.presets] if kind.presets else ["(it has none)"]
+                raise unknown(f"preset of {self.method}", self.preset_, there)
+            given = {**kind.presets[self.preset_], **given}
         template = given.pop("templates", DEFAULT)
         self.templates_ = read_template(template if self.template is None else self.template)
         of_training = names(TrainingOptions)
-        known = option_names(self.method)
         for name in given:
             if name not in known and name not in of_training:
                 raise unknown(f"option of {self.method}", name, [*known, *of_training])
@@ -205,6 +215,10 @@ class PromptLearner:
             of_method |= {n: getattr(built, n) for n in own}
         return of_method, training
 
+    @property
+    def _named(self) -> str:
+        return self.backbone.name if isinstance(self.backbone, Backbone) else str(self.backbone)
+
     def _config(
         self,
         images: ImageData,
@@ -215,9 +229,9 @@ class PromptLearner:
     ) -> dict[str, Any]:
         return {
             "drople": __version__,
-            "backbone": self.backbone.name if isinstance(self.backbone, Backbone) else str(self.backbone),
+            "backbone": self._named,
             "method": self.method,
-            "preset": self.preset,
+            "preset": self.preset_,
             "options": {n: list(v) if isinstance(v, tuple) else v for n, v in method_options.items()},
             "training": asdict(training),
             "templates": list(self.templates_),

@@ -88,6 +88,8 @@ class Method(nn.Module, ABC):
     citation: ClassVar[str]
     Options: ClassVar[type] = NoOptions
     presets: ClassVar[Presets] = {}
+    # Which of them suits a backbone better than the default does, by the backbone's name.
+    preset_with: ClassVar[Mapping[str, str]] = {}
     training: bool
 
     def __init__(self, backbone: Backbone, task: Task, options: Any) -> None:

@@ -14,7 +14,7 @@ towers stand for the prompts of the other layers (the released code has such upd
 regularisation live in `regulariser.py`, so that they wrap other methods too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -194,3 +194,5 @@ class DroPLe(DeepPrompts):
             "lora_lr": 1.0,
         },
     }
+    # Prompts alone cannot teach a small backbone what it never knew (docs/results.md, "Choosing the configuration").
+    preset_with: ClassVar[Mapping[str, str]] = {"pocket": "low_rank"}

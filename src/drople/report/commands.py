@@ -27,6 +27,8 @@ def fit_command(config: Mapping[str, Any]) -> str:
     ]
     if config.get("preset"):
         words += ["--preset", config["preset"]]
+    elif config["backbone"] in kind.preset_with:
+        words += ["--preset", "none"]
     usual = read_template(preset.get("templates", DEFAULT))
     templates = tuple(config["templates"])
     if templates != usual:
