@@ -260,6 +260,7 @@ def test_methods_are_listed_and_described() -> None:
     one = drople("methods", "drople", "--json").json
     assert one["options"]["drople"]["p_max"]["default"] == 0.5 and one["options"]["training"]["lr"]["help"]
     assert set(one["presets"]) == {"paper", "released", "low_rank"}
+    assert one["preset_with"] == {"pocket": "low_rank"}
     assert "p_max" in drople("methods", "coop+drople").out and "p_max" not in drople("methods", "coop").out
     assert "did you mean coop" in refused(drople("methods", "cop"))
 

@@ -213,6 +213,7 @@ def describe_method(name: str) -> dict[str, Any]:
         "name": name,
         "about": (sys_doc(kind) or kind.title).strip(),
         "presets": {p: dict(v) for p, v in kind.presets.items()},
+        "preset_with": dict(kind.preset_with),
         "options": {
             group: {
                 f.name: {"default": f.default, "help": f.metadata.get("help", "")}
@@ -249,3 +250,5 @@ def print_method(described: dict[str, Any]) -> None:
         console.print(table)
     if described["presets"]:
         console.print(f"presets: {', '.join(described['presets'])} (--preset NAME)", style="dim")
+    for backbone, preset in described["preset_with"].items():
+        console.print(f"with {backbone}, drople fit takes {preset} (--preset none: the above)", style="dim")
