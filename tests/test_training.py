@@ -313,6 +313,9 @@ def test_the_usual_precision_is_the_processor_s(
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor, raising=False)
     learner = PromptLearner(tiny_checkpoint(), "zero-shot", device="cpu").fit(data)
     assert learner.backbone_.dtype == wanted
+    given = Backbone.load(tiny_checkpoint())
+    learner = PromptLearner(given, "zero-shot", device="cpu").fit(data)
+    assert learner.backbone_ is given and given.dtype == torch.float32, "somebody may need it as it is"
 
 
 def test_fp16_on_the_cpu_is_refused_and_leaves_nothing(data: Path, tmp_path: Path) -> None:

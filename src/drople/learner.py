@@ -276,11 +276,15 @@ class PromptLearner:
             torch.empty(0, device=place)
         except (RuntimeError, AssertionError):
             raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
-        precision = usual_precision(place) if self.precision == "auto" else self.precision
-        if precision not in DTYPES:
-            raise unknown("precision", precision, DTYPES)
-        frozen = self.backbone if isinstance(self.backbone, Backbone) else Backbone.load(config["backbone"])
-        self.backbone_ = frozen.to(place, DTYPES[precision])
+        given = self.backbone if isinstance(self.backbone, Backbone) else None
+        if self.precision not in ("auto", *DTYPES):
+            raise unknown("precision", self.precision, DTYPES)
+        if self.precision == "auto" and given is not None and given.device == place:
+            # Somebody else may need it as it is.
+            dtype = given.dtype
+        else:
+            dtype = DTYPES[usual_precision(place) if self.precision == "auto" else self.precision]
+        self.backbone_ = (given or Backbone.load(config["backbone"])).to(place, dtype)
         self.classes_ = tuple(config["classes"])
         self.words_ = tuple(config["words"])
         task = Task(self.words_, tuple(config["templates"]))

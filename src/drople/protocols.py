@@ -44,7 +44,7 @@ from drople.metrics import fit_temperature, harmonic_mean
 from drople.options import typed
 from drople.progress import Progress, Quiet
 from drople.records import read_json, write_json
-from drople.training import TrainingOptions
+from drople.training import DTYPES, TrainingOptions, usual_precision
 
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
@@ -374,7 +374,8 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
 @lru_cache(maxsize=1)
 def _backbone(name: str, precision: str, device: str) -> Backbone:
     """Runs of a benchmark share their frozen backbone; one that was rounded to bf16 serves no others."""
-    return Backbone.load(name)
+    shared = Backbone.load(name)
+    return shared.to("cpu", DTYPES[usual_precision(shared.device)]) if precision == "auto" else shared
 
 
 def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Adjustment | None:
