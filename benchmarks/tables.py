@@ -20,8 +20,7 @@ from drople.backbone import Backbone
 from drople.data.images import decode, remember
 from drople.learner import ROOM
 from drople.methods import REGISTRY
-from drople.protocols import Run, benchmark, find_data, plan, summary
-from drople.records import read_json
+from drople.protocols import Run, benchmark, find_data, plan, recorded, summary
 
 FOUR = ("caltech101", "oxford_pets", "eurosat", "dtd10")
 SEEDS = (1, 2, 3)
@@ -79,11 +78,6 @@ def decode_once(runs: list[Run], root: Path, backbone: str) -> None:
             decode([example.image for example in examples], size, pixels.resample)
 
 
-def done(path: Path) -> bool:
-    """Whether a run has its record; one that failed is done again."""
-    return path.exists() and read_json(path).get("status") == "done"
-
-
 def one(job: tuple[Run, Path, Path, str]) -> str:
     run, root, out, device = job
     torch.set_num_threads(1)
@@ -118,7 +112,8 @@ def main() -> None:
     ]
     runs = list({run.path: run for run in wanted}.values())
     # The longest first, so that none is left alone at the end.
-    todo = sorted((run for run in runs if not done(given.out / run.path)), key=lambda run: -(run.shots or 0))
+    left = (run for run in runs if recorded(given.out / run.path, retry_failed=True) is None)
+    todo = sorted(left, key=lambda run: -(run.shots or 0))
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
     begun, ready = time.monotonic(), 0
     waiting = iter(todo)

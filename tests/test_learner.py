@@ -357,6 +357,9 @@ def test_a_backbone_has_the_preset_that_suits_it(given: dict[str, Any], wanted: 
     options, _ = one._split_options()
     assert one.preset_ == wanted
     assert wanted is None or options == DroPLe.presets[wanted]
+
+
+def test_a_backbone_that_is_given_has_its_preset_too() -> None:
     assert PromptLearner(Backbone.load("pocket"))._split_options()[0] == DroPLe.presets["low_rank"]
 
 

@@ -68,6 +68,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         for parameter, *states in zip(method.parameters(), *(at[e] for e in epochs), strict=True):
             parameter.data.copy_(torch.stack(states).mean(0))
         shares = SHARES if name in ("last", "half") else SHARES[:1]
+        trained_on = features(method, pictures, pictures.rows(chosen)) if name == "last" else None
         for part, (words, examples) in asked.items():
             where = pictures.rows(examples)
             truth = torch.tensor([e.label for e in examples], device=backbone.device)
@@ -82,8 +83,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
                     mixed = F.normalize((1 - i) * images + i * frozen, dim=-1)
                     answer = answers.setdefault(f"{name} i{i} t{t}", {})
                     answer[part] = right(mixed, (1 - t) * classes + t * plain, truth)
-            if name == "last":
-                trained_on = features(method, pictures, pictures.rows(chosen))
+            if trained_on is not None:
                 for omega in OMEGAS:
                     known = Prototypes(method.task.words, classes.shape[1], omega).to(backbone.device)
                     known.hold(trained_on, few.labels)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Arriving:
-    """A tensor on its way to the host; asked for at once where it is there already."""
+    """A tensor on its way to the host; one that is there already is given as it is."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None

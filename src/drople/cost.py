@@ -175,7 +175,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     from drople.backbone.shapes import PREFIX, shape_backbone
     from drople.data.images import normalise
     from drople.methods import Task, make, option_names
-    from drople.training import DTYPES, usual_precision
+    from drople.training import usual_dtype
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,7 +186,7 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
             torch.cuda.set_device(place.index or 0)
     except (RuntimeError, AssertionError):
         raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
-    dtype = DTYPES[usual_precision(place)]
+    dtype = usual_dtype(place)
     _import_everything()
     before = _resident()
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ from drople.training import (
     Status,
     Training,
     TrainingOptions,
-    usual_precision,
+    usual_dtype,
 )
 
 CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
@@ -126,7 +126,7 @@ class PromptLearner:
         run stopped.
         """
         method_options, training_options = self._split_options()
-        if self.preset_ != self.preset and self.preset_ is not None:
+        if self.preset == "auto" and self.preset_ is not None:
             self.progress.say(
                 f"preset {self.preset_}, which suits {self._named} (preset none is {self.method}'s default)"
             )
@@ -279,11 +279,12 @@ class PromptLearner:
         given = self.backbone if isinstance(self.backbone, Backbone) else None
         if self.precision not in ("auto", *DTYPES):
             raise unknown("precision", self.precision, DTYPES)
-        if self.precision == "auto" and given is not None and given.device == place:
-            # Somebody else may need it as it is.
-            dtype = given.dtype
+        if self.precision != "auto":
+            dtype = DTYPES[self.precision]
+        elif given is not None and given.device == place:
+            dtype = given.dtype  # somebody else may need it as it is
         else:
-            dtype = DTYPES[usual_precision(place) if self.precision == "auto" else self.precision]
+            dtype = usual_dtype(place)
         self.backbone_ = (given or Backbone.load(config["backbone"])).to(place, dtype)
         self.classes_ = tuple(config["classes"])
         self.words_ = tuple(config["words"])

@@ -44,7 +44,7 @@ from drople.metrics import fit_temperature, harmonic_mean
 from drople.options import typed
 from drople.progress import Progress, Quiet
 from drople.records import read_json, write_json
-from drople.training import DTYPES, TrainingOptions, usual_precision
+from drople.training import TrainingOptions, usual_dtype
 
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
@@ -375,7 +375,7 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
 def _backbone(name: str, precision: str, device: str) -> Backbone:
     """Runs of a benchmark share their frozen backbone; one that was rounded to bf16 serves no others."""
     shared = Backbone.load(name)
-    return shared.to("cpu", DTYPES[usual_precision(shared.device)]) if precision == "auto" else shared
+    return shared.to("cpu", usual_dtype(shared.device)) if precision == "auto" else shared
 
 
 def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Adjustment | None:
@@ -427,7 +427,7 @@ def benchmark(
     busy: list[Run] = []
     for run, seconds in chain(((run, 0) for run in runs), ((run, -1) for run in busy)):
         path, work = out / run.path, out / ".work" / run.key
-        record = _recorded(path, retry_failed)
+        record = recorded(path, retry_failed)
         there = record is not None
         # A process that was killed right after it wrote the record has left its work behind.
         if record is None or work.exists():
@@ -441,7 +441,7 @@ def benchmark(
                 busy.append(run)
                 continue
             with held:
-                record = _recorded(path, retry_failed)
+                record = recorded(path, retry_failed)
                 there = record is not None
                 if record is None:
                     record = execute(run, root, work, device, progress)
@@ -454,8 +454,8 @@ def benchmark(
         (out / ".work").rmdir()
 
 
-def _recorded(path: Path, retry_failed: bool) -> dict[str, Any] | None:
-    """The record of a run that is not to be done again."""
+def recorded(path: Path, retry_failed: bool) -> dict[str, Any] | None:
+    """The record of a run that is not to be done again; None for one that is."""
     record = read_json(path) if path.exists() else None
     done = record is not None and (record.get("status") == "done" or not retry_failed)
     return record if done else None

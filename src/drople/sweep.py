@@ -24,7 +24,7 @@ import torch
 from drople import __version__
 from drople.errors import DropleError
 from drople.progress import Progress, Quiet
-from drople.protocols import Run, execute, now, opening
+from drople.protocols import Run, execute, now, opening, recorded
 from drople.records import read_json, write_json
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def sweep(
     todo: dict[Path, Run] = {}
     repeated = []
     for run in runs:
-        record = read_json(out / run.path) if (out / run.path).exists() else None
-        if record is not None and (record.get("status") == "done" or not retry_failed):
+        record = recorded(out / run.path, retry_failed)
+        if record is not None:
             yield run, record, True
         elif run.path in todo:
             repeated.append(run)
