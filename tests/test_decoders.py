@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from drople.data import decode_batches, decoders, images
 from drople.data.decoders import Decoders
 from drople.safe_image import BadImage, open_image, square
 
-SIZE = 24
+SIZE, PLACES = 24, 9
 DIES_OF_SOME = """
 import os, drople.safe_image as safe
 real = safe.open_image
@@ -37,7 +36,8 @@ def slow(path: Path) -> np.ndarray:
 
 
 def one(made: Decoders, path: Path) -> np.ndarray:
-    (answer,) = made.squares([path])
+    made.begin([path])
+    (answer,) = made.finish()
     if isinstance(answer, BadImage):
         raise answer
     return answer
@@ -45,7 +45,7 @@ def one(made: Decoders, path: Path) -> np.ndarray:
 
 @pytest.fixture
 def two() -> Iterator[Decoders]:
-    made = Decoders(2, SIZE, 3)
+    made = Decoders(2, SIZE, 3, PLACES)
     yield made
     made.close()
     assert all(decoder.process.poll() is not None for decoder in made.all)
@@ -73,36 +73,41 @@ def test_the_same_reasons(two: Decoders, tmp_path: Path) -> None:
         assert (theirs.value.source, theirs.value.reason) == (ours.value.source, ours.value.reason)
 
 
-def test_many_threads_share_a_few(two: Decoders, tmp_path: Path) -> None:
+def test_begun_ahead_and_finished_in_order(two: Decoders, tmp_path: Path) -> None:
     paths = [picture(tmp_path, f"{n}.png", n) for n in range(24)]
-    found: dict[int, np.ndarray] = {}
-
-    def ask(number: int) -> None:
-        found[number] = one(two, paths[number])
-
-    threads = [Thread(target=ask, args=(n,)) for n in range(len(paths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(np.array_equal(found[n], slow(path)) for n, path in enumerate(paths))
+    (tmp_path / "text.jpg").write_text("no picture", "utf-8")
+    paths.insert(7, tmp_path / "text.jpg")
+    batches = [paths[n : n + 3] for n in range(0, len(paths), 3)]
+    for number in range(len(batches) + 2):
+        if number < len(batches):
+            two.begin(batches[number])
+        if number >= 2:
+            for path, answer in zip(batches[number - 2], two.finish(), strict=True):
+                if path.suffix == ".jpg":
+                    assert isinstance(answer, BadImage) and answer.source == str(path)
+                else:
+                    assert np.array_equal(answer, slow(path))
 
 
 def test_one_that_was_killed_is_replaced(two: Decoders, tmp_path: Path) -> None:
     path = picture(tmp_path, "a.png")
     for _ in range(4):
         one(two, path)
-    for decoder in list(two.all):
+    paths = [picture(tmp_path, f"{n}.png", n) for n in range(PLACES)]
+    two.begin(paths[:5])
+    first = [decoder.process.pid for decoder in two.all]
+    for decoder in two.all:
         os.kill(decoder.process.pid, signal.SIGKILL)
         decoder.process.wait()
-    for _ in range(4):
-        assert np.array_equal(one(two, path), slow(path))
-    assert len(two.all) == 4
+    two.begin(paths[5:])
+    answers = [answer.copy() for _ in range(2) for answer in two.finish()]
+    assert all(np.array_equal(answer, slow(path)) for path, answer in zip(paths, answers, strict=True))
+    assert not set(first) & {decoder.process.pid for decoder in two.all}
 
 
 def test_a_picture_that_kills_is_a_bad_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "SERVE", GREETS_AND_DIES)
-    deadly = Decoders(1, SIZE, 3)
+    deadly = Decoders(1, SIZE, 3, PLACES)
     with pytest.raises(BadImage, match="ended the process"):
         one(deadly, picture(tmp_path, "a.png"))
     deadly.close()
@@ -113,9 +118,10 @@ def test_of_some_pictures_only_the_one_that_kills_is_bad(
 ) -> None:
     monkeypatch.setattr(decoders, "SERVE", DIES_OF_SOME)
     names = ["a.png", "deadly1.png", "b.png", "deadly2.png", "deadly3.png", "c.png"]
-    paths, made = [picture(tmp_path, name, n) for n, name in enumerate(names)], Decoders(1, SIZE, 3)
+    paths, made = [picture(tmp_path, name, n) for n, name in enumerate(names)], Decoders(1, SIZE, 3, PLACES)
     (tmp_path / "a.txt").write_text("no picture", "utf-8")
-    answers = made.squares([*paths, tmp_path / "a.txt", paths[0]])
+    made.begin([*paths, tmp_path / "a.txt", paths[0]])
+    answers = made.finish()
     made.close()
     assert len(answers) == len(paths) + 2
     for path, answer in zip([*paths, tmp_path / "a.txt", paths[0]], answers, strict=True):
@@ -131,7 +137,7 @@ def test_where_none_can_be_started_this_process_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoders, "SERVE", "raise SystemExit(1)")
-    path, none = picture(tmp_path, "a.png"), Decoders(1, SIZE, 3)
+    path, none = picture(tmp_path, "a.png"), Decoders(1, SIZE, 3, PLACES)
     for _ in range(3):
         assert np.array_equal(one(none, path), slow(path))
     none.close()

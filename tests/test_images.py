@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import drople.data.images as images
+import drople.safe_image as safe_image
 from drople.data import MAX_PIXELS, BadImage, Pixels, decode, decode_batches, normalise, open_image, square
 from drople.errors import DropleError
 
@@ -353,7 +354,7 @@ def test_batches_are_not_read_far_ahead_and_stop_when_closed() -> None:
         asked = 0
 
         def __getitem__(self, index):  # type: ignore[no-untyped-def]
-            Counting.asked = max(Counting.asked, index + 1)
+            Counting.asked = max(Counting.asked, index.stop)
             return super().__getitem__(index)
 
     stream = decode_batches(Counting([photo(16, 16)] * 400), 8, 3, 4)
@@ -367,13 +368,13 @@ def test_pictures_are_remembered_while_there_is_room(tmp_path: Path, monkeypatch
     """Once opened, a file is not opened again, unless it changed; what does not fit is decoded each time."""
     monkeypatch.setattr(images, "_MEMORY", images._Memory())
     opened: list[str] = []
-    really = images.open_image
+    really = safe_image.open_image
 
     def counting(source: images.ImageSource) -> Image.Image:
         opened.append(Path(str(source)).name)
         return really(source)
 
-    monkeypatch.setattr(images, "open_image", counting)
+    monkeypatch.setattr(safe_image, "open_image", counting)
     paths = [tmp_path / f"{name}.png" for name in "abc"]
     for number, path in enumerate(paths):
         Image.new("RGB", (9, 9), (number, 0, 0)).save(path)

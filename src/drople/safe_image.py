@@ -4,6 +4,7 @@ Files come from anywhere, so whatever is wrong with one ends as a `BadImage` tha
 decoded before its header has been checked. Without torch, which a process that only decodes need not wait for.
 """
 
+import mmap
 import os
 import re
 import stat
@@ -98,28 +99,38 @@ def square(image: Image.Image, size: int, resample: int) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1))
 
 
-HEAD = struct.Struct(
-    "<i"
-)  # bytes that follow: of a path, of pixels, or below zero of the reason against them
+def attempt(source: ImageSource, size: int, resample: int) -> np.ndarray | BadImage:
+    """The square of a picture, or what is wrong with it."""
+    try:
+        return square(open_image(source), size, resample)
+    except BadImage as error:
+        return error
+
+
+ASKED = struct.Struct("<ii")  # the place for a picture, the bytes of its path, which follow
+SAID = struct.Struct("<i")  # the bytes of what is wrong with it, which follow; 0 if it is where it should be
 GREETING = b"ready"
+NICE = 5  # who has the pictures to work with goes first: all cores may be decoding
 
 
 def serve() -> None:
-    """The other end of `data/decoders.py`: paths in, squares of pixels or reasons out, until nobody asks."""
-    size, resample = map(int, sys.argv[1:])
-    asked, answers = sys.stdin.buffer, sys.stdout.buffer
-    answers.write(GREETING)
-    answers.flush()
-    while len(head := asked.read(HEAD.size)) == HEAD.size:
-        path = os.fsdecode(asked.read(*HEAD.unpack(head)))
-        try:
-            pixels = square(open_image(path), size, resample)
-            answers.write(HEAD.pack(pixels.nbytes))
-            answers.write(pixels.data)
-        except BadImage as error:
-            reason = error.reason.encode("utf-8", "backslashreplace")
-            answers.write(HEAD.pack(-len(reason)) + reason)
-        answers.flush()
+    """The other end of `data/decoders.py`: paths in, squares into the memory of both, until nobody asks."""
+    size, resample, memory = map(int, sys.argv[1:])
+    os.nice(NICE)
+    squares = np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(-1, 3, size, size)
+    asked, says = sys.stdin.buffer, sys.stdout.buffer
+    says.write(GREETING)
+    says.flush()
+    while len(head := asked.read(ASKED.size)) == ASKED.size:
+        place, length = ASKED.unpack(head)
+        answer = attempt(os.fsdecode(asked.read(length)), size, resample)
+        if isinstance(answer, BadImage):
+            reason = answer.reason.encode("utf-8", "backslashreplace")
+            says.write(SAID.pack(len(reason)) + reason)
+        else:
+            squares[place] = answer
+            says.write(SAID.pack(0))
+        says.flush()
 
 
 def _name(source: ImageSource) -> str:

@@ -1,63 +1,95 @@
-"""Picture files decoded in processes of their own.
+"""Picture files decoded in processes of their own, into memory that they share with this one.
 
-Threads share Python's lock: on sixteen cores they wait for it longer than they decode. Each process here is asked for
-some pictures at a time, so that it decodes the next one while somebody comes for the last. One that dies of a picture
-costs that picture, not the run.
+Threads share Python's lock: on sixteen cores they wait for it longer than they decode, and who asks a GPU for its next
+layers waits with them. So nobody here has a thread: a process is asked for its pictures long before they are wanted,
+writes each where it is looked for, and says so. One that dies of a picture costs that picture, not the run.
 """
 
+import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from io import BufferedReader
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from drople.safe_image import GREETING, HEAD, BadImage, open_image, square
+from drople.safe_image import ASKED, GREETING, SAID, BadImage, attempt
 
 SERVE = "from drople.safe_image import serve; serve()"
-PIPE_BYTES = 1 << 20  # some pictures, so that nobody waits in the middle of one
+PIPE_BYTES = 1 << 20  # more than the names of all that is asked for at a time, so that asking never waits
 
 
 class Decoder:
-    """One process; it is there from the first, and greets when it is ready."""
+    """One process, and what it was asked for: it answers in that order."""
 
-    def __init__(self, size: int, resample: int) -> None:
-        self.size, self.resample, self.greeted = size, resample, False
+    def __init__(self, squares: np.ndarray, resample: int, memory: int) -> None:
+        self.squares, self.resample, self.memory = squares, resample, memory
+        self.asked: deque[tuple[int, str | Path]] = deque()
+        self._start()
+
+    def _start(self) -> None:
+        self.greeted = False
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(size), str(resample)],
+            [sys.executable, "-c", SERVE, str(self.squares.shape[-1]), str(self.resample), str(self.memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             pipesize=PIPE_BYTES,
+            pass_fds=(self.memory,),
         )
 
-    def ask(self, paths: Sequence[str | Path]) -> Iterator[np.ndarray | BadImage]:
-        """Pictures in their order, or what is wrong with them; EOFError where the process has died."""
-        assert self.process.stdin is not None and isinstance(self.process.stdout, BufferedReader)
+    def ask(self, wanted: Sequence[tuple[int, str | Path]]) -> None:
+        """For pictures, each in a place among the squares."""
+        self.asked.extend(wanted)
+        self._send(wanted)
+
+    def answer(self) -> np.ndarray | BadImage:
+        """The first picture that was asked for, or what is wrong with it."""
+        place, path = self.asked[0]
+        said = self._listen()
+        if said is None and not self.greeted:
+            # No process can be started here; this one does it.
+            self.asked.popleft()
+            return attempt(path, self.squares.shape[-1], self.resample)
+        if said is None:
+            # Perhaps it was somebody else who ended it, so this picture is asked for twice.
+            self._again()
+            said = self._listen()
+        self.asked.popleft()
+        if said is None:
+            self._again()
+            said = "reading it ended the process that did: damaged, or made to do harm"
+        return BadImage(str(path), said) if said else self.squares[place]
+
+    def _again(self) -> None:
+        self.close()
+        self._start()
+        self._send(self.asked)
+
+    def _send(self, wanted: Iterable[tuple[int, str | Path]]) -> None:
+        assert self.process.stdin is not None
+        names = [(place, os.fsencode(path)) for place, path in wanted]
+        # Of one that has died, who waits for its answer will hear.
+        with suppress(OSError):
+            self.process.stdin.write(b"".join(ASKED.pack(place, len(name)) + name for place, name in names))
+            self.process.stdin.flush()
+
+    def _listen(self) -> str | None:
+        """What is wrong with the next picture, nothing if it is there, None where the process has died."""
+        assert self.process.stdout is not None
         if not self.greeted:
             self.greeted = self.process.stdout.read(len(GREETING)) == GREETING
-        names = [os.fsencode(path) for path in paths]
-        try:
-            self.process.stdin.write(b"".join(HEAD.pack(len(name)) + name for name in names))
-            self.process.stdin.flush()
-        except OSError:
-            raise EOFError from None
-        for path in paths:
-            head = self.process.stdout.read(HEAD.size)
-            if len(head) < HEAD.size:
-                raise EOFError
-            (length,) = HEAD.unpack(head)
-            if length < 0:
-                yield BadImage(str(path), self.process.stdout.read(-length).decode("utf-8"))
-                continue
-            pixels = np.empty((3, self.size, self.size), np.uint8)
-            if self.process.stdout.readinto(pixels.data.cast("B")) < length:
-                raise EOFError
-            yield pixels
+        head = self.process.stdout.read(SAID.size)
+        if len(head) < SAID.size:
+            return None
+        (length,) = SAID.unpack(head)
+        reason = self.process.stdout.read(length)
+        return None if len(reason) < length else reason.decode("utf-8")
 
     def close(self) -> None:
         self.process.kill()
@@ -69,50 +101,41 @@ class Decoder:
 
 
 class Decoders:
-    """So many of them, for as many threads."""
+    """So many of them, and places for so many pictures."""
 
-    def __init__(self, count: int, size: int, resample: int) -> None:
-        self.free: SimpleQueue[Decoder] = SimpleQueue()
-        self.all = [Decoder(size, resample) for _ in range(count)]
-        for decoder in self.all:
-            self.free.put(decoder)
+    def __init__(self, count: int, size: int, resample: int, places: int) -> None:
+        self.memory = _memory(places * 3 * size * size)
+        self.squares = np.frombuffer(mmap.mmap(self.memory, 0), np.uint8).reshape(places, 3, size, size)
+        self.all = [Decoder(self.squares, resample, self.memory) for _ in range(count)]
+        self.begun: deque[range] = deque()
+        self.next = 0
 
-    def squares(self, paths: Sequence[str | Path]) -> list[np.ndarray | BadImage]:
-        """Each picture as `square(open_image(path), size, resample)` gives it, or what is wrong with it."""
-        decoder = self.free.get()
-        answers: list[np.ndarray | BadImage] = []
-        again = False
-        try:
-            while len(answers) < len(paths):
-                try:
-                    for answer in decoder.ask(paths[len(answers) :]):
-                        answers.append(answer)
-                        again = False
-                except EOFError:
-                    # Who killed it, perhaps; it may have been somebody else, so that one is asked for twice.
-                    killer = paths[len(answers)]
-                    if not decoder.greeted:
-                        # No process can be started here; this one does it.
-                        answers.append(in_this_process(killer, decoder.size, decoder.resample))
-                        continue
-                    if again:
-                        why = "reading it ended the process that did: damaged, or made to do harm"
-                        answers.append(BadImage(str(killer), why))
-                    again = not again
-                    decoder.close()
-                    decoder = Decoder(decoder.size, decoder.resample)
-                    self.all.append(decoder)
-        finally:
-            self.free.put(decoder)
-        return answers
+    def begin(self, paths: Sequence[Any]) -> None:
+        """Ask for the files of `paths`; as many can be begun and not finished as there are places."""
+        count, places = len(self.all), len(self.squares)
+        numbers = range(self.next, self.next + len(paths))
+        asked = [(number % places, path) for number, path in zip(numbers, paths, strict=True)]
+        for first in range(min(count, len(paths))):
+            self.all[numbers[first] % count].ask(asked[first::count])
+        self.next = numbers.stop
+        self.begun.append(numbers)
+
+    def finish(self) -> list[np.ndarray | BadImage]:
+        """What was begun first, each as `attempt` gives it; to be used before anything else is begun."""
+        return [self.all[number % len(self.all)].answer() for number in self.begun.popleft()]
 
     def close(self) -> None:
         for decoder in self.all:
             decoder.close()
+        os.close(self.memory)
 
 
-def in_this_process(path: str | Path, size: int, resample: int) -> np.ndarray | BadImage:
-    try:
-        return square(open_image(path), size, resample)
-    except BadImage as error:
-        return error
+def _memory(length: int) -> int:
+    """A file without a name, in memory where a system has that."""
+    if sys.platform == "linux":
+        memory = os.memfd_create("drople")
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.truncate(memory, length)
+    return memory

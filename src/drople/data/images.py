@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
 
 from drople.data.decoders import Decoders
-from drople.safe_image import BadImage, ImageSource, open_image, square
+from drople.safe_image import BadImage, ImageSource, attempt
 
-# So many files, and so many cores, are worth processes that decode; each is asked for so many pictures at a time.
-MANY_FILES, MANY_CORES, PORTION = 4000, 4, 8
+# So many files, and so many cores, are worth processes that decode; each is asked for so many pictures ahead.
+MANY_FILES, MANY_CORES, AHEAD = 4000, 4, 16
+DECODE_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ def decode(
     images = torch.empty(len(sources), 3, size, size, dtype=torch.uint8)
     good: list[int] = []
     bad: list[BadImage] = []
-    # Batches of a few portions would leave processes without one.
-    batch_size = 32 if len(sources) < MANY_FILES else 256
-    for batch, indices, failures in decode_batches(sources, size, resample, batch_size, strict):
+    for batch, indices, failures in decode_batches(sources, size, resample, DECODE_BATCH, strict):
         images[len(good) : len(good) + len(batch)] = batch
         good += indices
         bad += failures
@@ -66,41 +64,44 @@ def decode_batches(
 ) -> Iterator[tuple[torch.Tensor, list[int], list[BadImage]]]:
     """Batches of (uint8 images, their indices in `sources`, bad ones), in order.
 
-    Two batches are decoded ahead while the caller computes (by processes: two portions for each), never more. A
+    Two batches are decoded ahead while the caller computes (by processes: some pictures for each), never more. A
     batch whose pictures are all bad is still given, with no rows, so that its bad ones are not lost. `pinned`
     batches go to a GPU without waiting for what it does.
     """
-
     workers = min(16, os.cpu_count() or 1)
     files = not _MEMORY.on and all(isinstance(source, str | Path) for source in sources)
-    many = files and len(sources) >= MANY_FILES and workers >= MANY_CORES
-    decoders = Decoders(workers, size, resample) if many else None
-
-    def one(source: ImageSource) -> np.ndarray | BadImage:
-        try:
-            return _MEMORY.square(source, size, resample)
-        except BadImage as error:
-            return error
-
-    def load(portion: Sequence[Any]) -> list[np.ndarray | BadImage]:
-        return [one(source) for source in portion] if decoders is None else decoders.squares(portion)
-
+    many = files and len(sources) >= MANY_FILES and workers >= MANY_CORES and os.name == "posix"
+    ahead = max(2, -(-AHEAD * workers // batch_size)) if many else 2
+    places = (ahead + 1) * batch_size
+    reader = Decoders(workers, size, resample, places) if many else _Threads(workers, size, resample)
     starts = range(0, len(sources), batch_size)
-    pending: deque[tuple[int, list[Future[list[np.ndarray | BadImage]]]]] = deque()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="drople-decode")
-    portion, ahead = (PORTION, max(2, -(-2 * workers * PORTION // batch_size))) if many else (1, 2)
     try:
-        for upcoming in [*starts, *[None] * ahead]:
-            if upcoming is not None:
-                batch = [sources[i] for i in range(upcoming, min(upcoming + batch_size, len(sources)))]
-                portions = [batch[i : i + portion] for i in range(0, len(batch), portion)]
-                pending.append((upcoming, [pool.submit(load, each) for each in portions]))
-            if pending and (len(pending) > ahead or upcoming is None):
-                yield _collect(*pending.popleft(), size, strict, pinned)
+        for number in range(len(starts) + ahead):
+            if number < len(starts):
+                reader.begin(sources[starts[number] : starts[number] + batch_size])
+            if number >= ahead:
+                yield _collect(starts[number - ahead], reader.finish(), size, strict, pinned)
     finally:
-        pool.shutdown(cancel_futures=True)
-        if decoders is not None:
-            decoders.close()
+        reader.close()
+
+
+class _Threads:
+    """Pictures of any kind, decoded by threads of this process; as `Decoders`."""
+
+    def __init__(self, count: int, size: int, resample: int) -> None:
+        self.size, self.resample = size, resample
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="drople-decode")
+        self.begun: deque[list[Future[np.ndarray | BadImage]]] = deque()
+
+    def begin(self, sources: Sequence[ImageSource]) -> None:
+        asked = [self.pool.submit(_MEMORY.attempt, source, self.size, self.resample) for source in sources]
+        self.begun.append(asked)
+
+    def finish(self) -> list[np.ndarray | BadImage]:
+        return [future.result() for future in self.begun.popleft()]
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
 
 
 class _Memory:
@@ -111,13 +112,15 @@ class _Memory:
         self.kept: dict[tuple[str, int, int, int], np.ndarray] = {}
         self.lock = Lock()
 
-    def square(self, source: ImageSource, size: int, resample: int) -> np.ndarray:
+    def attempt(self, source: ImageSource, size: int, resample: int) -> np.ndarray | BadImage:
         changed = self._changed(source)
         if changed is None:
-            return square(open_image(source), size, resample)
+            return attempt(source, size, resample)
         key = str(source), changed, size, resample
         if key not in self.kept:
-            made = square(open_image(source), size, resample)
+            made = attempt(source, size, resample)
+            if isinstance(made, BadImage):
+                return made
             with self.lock:
                 if key in self.kept or made.nbytes > self.room:
                     return made
@@ -159,12 +162,11 @@ def _statistics(pixels: Pixels, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def _collect(
-    start: int, futures: list[Future[list[np.ndarray | BadImage]]], size: int, strict: bool, pinned: bool
+    start: int, results: list[np.ndarray | BadImage], size: int, strict: bool, pinned: bool
 ) -> tuple[torch.Tensor, list[int], list[BadImage]]:
     rows: list[np.ndarray] = []
     good: list[int] = []
     bad: list[BadImage] = []
-    results = (result for future in futures for result in future.result())
     for index, result in enumerate(results, start):
         if not isinstance(result, BadImage):
             rows.append(result)
