@@ -1,10 +1,30 @@
-"""Tensors that come from the device while it goes on.
+"""Tensors on their way to the device and from it, while it goes on.
 
-`tensor.cpu()` waits for everything the device was asked for, the next batch too; this waits for the tensor alone.
+`tensor.to(device)` waits its turn behind what the device was asked for, and `tensor.cpu()` waits for all of it, the
+next batch too. These wait for nothing but the tensor itself.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def sender(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Who takes tensors to the device: those in pinned memory beside what is computed there."""
+    if device.type != "cuda":
+        return lambda tensor: tensor.to(device)
+    beside = torch.cuda.Stream(device)
+
+    def send(tensor: Tensor) -> Tensor:
+        with torch.cuda.stream(beside):
+            sent = tensor.to(device, non_blocking=True)
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(beside)
+        sent.record_stream(here)  # its memory is not given away while it is computed with
+        return sent
+
+    return send
 
 
 class Arriving:

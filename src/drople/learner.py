@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from drople import __version__, metrics
-from drople.arriving import Arriving
+from drople.arriving import Arriving, sender
 from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
-from drople.data.images import decode, decode_batches, normalise
+from drople.data.images import MANY_FILES, decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
 from drople.errors import DropleError, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
@@ -45,7 +45,8 @@ from drople.training import (
 CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
 # Training images are kept a little larger than the backbone sees them, so that crops have room.
 ROOM = 8 / 7
-ENCODE_BATCH = 64
+# Of many pictures a GPU gets more at a time: layer after layer is asked for by a Python that hands over pictures too.
+ENCODE_BATCH, MANY_BATCH = 64, 256
 # What a run cannot be loaded without.
 CONFIG_FIELDS: dict[str, type] = {
     "backbone": str,
@@ -507,11 +508,12 @@ class PromptLearner:
         self, sources: Sequence[ImageSource], views: "Sequence[View]", update: Callable[[int], None]
     ) -> Iterator[tuple[list[Tensor], list[int], list[BadImage]]]:
         backbone, done = self.backbone_, 0
-        pixels, pinned = backbone.pixels, backbone.device.type == "cuda"
+        pixels, gpu, send = backbone.pixels, backbone.device.type == "cuda", sender(backbone.device)
+        size = MANY_BATCH if gpu and len(sources) >= MANY_FILES else ENCODE_BATCH
         for batch, indices, bad in decode_batches(
-            sources, pixels.size, pixels.resample, ENCODE_BATCH, strict=self.strict, pinned=pinned
+            sources, pixels.size, pixels.resample, size, strict=self.strict, pinned=gpu
         ):
-            images = normalise(batch.to(backbone.device, non_blocking=pinned), pixels, backbone.dtype)
+            images = normalise(send(batch), pixels, backbone.dtype)
             yield [view(self, images) for view in views] if indices else [], indices, bad
             done += len(indices) + len(bad)
             update(done)
