@@ -1,11 +1,12 @@
 """Is one method above the others? Paired differences of the harmonic mean of base and novel, from records.
 
-    python benchmarks/study/compare.py RECORDS [RECORDS ...] [--ours drople]
+    python benchmarks/study/compare.py RECORDS [RECORDS ...] [--ours drople] [--protocol long-tail|few-shot]
 
 For every other label of the same backbone and shots: the average over datasets (harmonic mean of the average base and
-novel accuracy, as the tables have it) for each seed, the mean difference to ours over seeds with its standard error,
-the same over all pairs of dataset and seed, how many of these pairs are won, and Student's t for pairs. Only what both
-have is compared. A difference counts here if it is larger than its standard error over seeds. Prints Markdown.
+novel accuracy, as the tables have it; with few shots of all classes their accuracy) for each seed, the mean difference
+to ours over seeds with its standard error, the same over all pairs of dataset and seed, how many of these pairs are
+won, and Student's t for pairs. Only what both have is compared. A difference counts here if it is larger than its
+standard error over seeds. Prints Markdown.
 """
 
 import argparse
@@ -19,15 +20,17 @@ from drople.tables import read_records
 
 Pair = tuple[str, int]  # dataset, seed
 Scores = dict[Pair, tuple[float, float]]  # base, novel in %
+# Where all classes are trained the harmonic mean is the accuracy.
+PARTS = {"base-to-novel": ("base", "novel"), "long-tail": ("base", "novel"), "few-shot": ("test", "test")}
 
 
-def scores(folders: list[Path]) -> dict[tuple[str, int], dict[str, Scores]]:
+def scores(folders: list[Path], protocol: str = "base-to-novel") -> dict[tuple[str, int], dict[str, Scores]]:
     """By backbone and shots, then by label."""
     found: dict[tuple[str, int], dict[str, Scores]] = defaultdict(lambda: defaultdict(dict))
     for record in read_records(folders):
-        if record["protocol"] != "base-to-novel" or record["status"] != "done":
+        if record["protocol"] != protocol or record["status"] != "done":
             continue
-        both = tuple(100 * record["results"][part]["accuracy"] for part in ("base", "novel"))
+        both = tuple(100 * record["results"][part]["accuracy"] for part in PARTS[protocol])
         of = found[Path(record["backbone"]).name, record["shots"]]
         of[record["label"]][record["dataset"], record["seed"]] = both
     return found
@@ -59,8 +62,9 @@ def main() -> None:
     )
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--ours", default="drople", help="the label that the others are held against")
+    parser.add_argument("--protocol", choices=PARTS, default="base-to-novel")
     given = parser.parse_args()
-    for (backbone, shots), labels in scores(given.records).items():
+    for (backbone, shots), labels in scores(given.records, given.protocol).items():
         if given.ours not in labels:
             print(f"{backbone}, {shots} shots: no {given.ours}\n")
             continue
