@@ -28,6 +28,7 @@ from drople.protocols import (
     Run,
     base_to_novel,
     benchmark,
+    clear,
     cross_dataset,
     data_fingerprint,
     domain_shift,
@@ -552,6 +553,18 @@ def test_work_left_by_a_kill_after_the_record_is_cleared(five: Path, tmp_path: P
     picture("red", 1).save(left / "anything.png")
     list(benchmark([run], ROOT, tmp_path))
     assert not (tmp_path / ".work").exists()
+
+
+def test_work_that_a_benchmark_is_at_is_not_cleared(tmp_path: Path) -> None:
+    run = a_run("few-shot", tmp_path)
+    left, place = tmp_path / ".work" / run.key, tmp_path / run.path
+    left.mkdir(parents=True)
+    place.parent.mkdir(parents=True)
+    with FileLock(place.with_name(f".{place.stem}.lock")):
+        clear(tmp_path, run)
+        assert left.exists()
+    clear(tmp_path, run)
+    assert not left.exists() and not [*place.parent.iterdir()]
 
 
 def test_a_run_that_another_process_is_at_is_left_to_it(five: Path, tmp_path: Path) -> None:

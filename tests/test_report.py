@@ -24,6 +24,7 @@ from drople.report import write_report
 from drople.report.charts import number, side_by_side, thin, ticks
 from drople.report.commands import fit_command
 from drople.report.run_report import wilson
+from drople.training import usual_dtype
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 LIMIT = 3_000_000
@@ -141,6 +142,10 @@ class TestRun:
                 f"{100 * row['accuracy']:.1f}% of {row['count']} images, zero-shot" in bar["aria-label"]
                 for bar in with_images().of("span", role="img")
             ), name
+
+    def test_the_numbers_that_auto_was_are_named(self):
+        used = str(usual_dtype(torch.device("cpu"))).removeprefix("torch.")
+        assert f"Precision {used}" in with_images().words
 
     def test_every_term_of_the_log_has_a_curve(self):
         row = json.loads((run(epochs=2) / "log.jsonl").read_text("utf-8").splitlines()[0])

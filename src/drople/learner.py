@@ -181,7 +181,8 @@ class PromptLearner:
         self.method_.finish(training.data)
         if images.val:
             self.method_.select(lambda: self._batches(images.val))
-        self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained}
+        dtype = str(self.backbone_.dtype).removeprefix("torch.")
+        self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained, "dtype": dtype}
         if folder is not None and training.accelerator.is_main_process:
             self.save(folder)
             training.finish()

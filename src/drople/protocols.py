@@ -432,7 +432,7 @@ def benchmark(
         # A process that was killed right after it wrote the record has left its work behind.
         if record is None or work.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path.with_name(f".{path.stem}.lock"))
+            lock = _lock(path)
             if seconds and progress is not None:
                 progress.say(f"waiting for {path.stem}, which another process does")
             try:
@@ -452,6 +452,20 @@ def benchmark(
     # Another process may be at work on the same records.
     with contextlib.suppress(OSError):
         (out / ".work").rmdir()
+
+
+def clear(out: Path, run: Run) -> None:
+    """Remove what a killed benchmark left of a run; nothing of one that a benchmark is at."""
+    work, lock = out / ".work" / run.key, _lock(out / run.path)
+    if work.exists():
+        with contextlib.suppress(Timeout), lock.acquire(timeout=0):
+            shutil.rmtree(work, ignore_errors=True)
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> FileLock:
+    """Held by who does the run that is recorded in `path`."""
+    return FileLock(path.with_name(f".{path.stem}.lock"))
 
 
 def recorded(path: Path, retry_failed: bool) -> dict[str, Any] | None:

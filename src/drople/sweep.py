@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from drople import __version__
 from drople.errors import DropleError
 from drople.progress import Progress, Quiet
-from drople.protocols import Run, execute, now, opening, recorded
+from drople.protocols import Run, clear, execute, now, opening, recorded
 from drople.records import read_json, write_json
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ def sweep(
                         "or without --cluster."
                     )
                 write_json(out / run.path, record)
-                # A benchmark without a cluster may have been stopped inside this run.
-                shutil.rmtree(out / ".work" / run.key, ignore_errors=True)
+                clear(out, run)
                 yield run, record, False
     for run in repeated:
         yield run, read_json(out / run.path), True

@@ -75,7 +75,7 @@ def run_page(folder: Path, data: str | Path | None, device: str, progress: Progr
         "version": config.get("drople", "unknown"),
         "method": title,
         "citation": kind.citation,
-        "facts": facts(config, learned, len(log)),
+        "facts": facts(config, saved, learned, len(log)),
         "config": config,
         "command": fit_command(config),
         "evaluation": evaluation,
@@ -104,7 +104,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
     return [{"step": step, **row} for step, row in enumerate(rows)]
 
 
-def facts(config: Mapping[str, Any], learned: str, steps: int) -> dict[str, str]:
+def facts(config: Mapping[str, Any], saved: Mapping[str, Any], learned: str, steps: int) -> dict[str, str]:
     """What was trained on what."""
     training = config["training"]
     shots = config.get("shots")
@@ -118,7 +118,7 @@ def facts(config: Mapping[str, Any], learned: str, steps: int) -> dict[str, str]
         "Training": f"{training['epochs']} epochs, {steps} steps of {training['batch_size']} images",
         "Optimiser": f"{training['optimizer']}, learning rate {training['lr']:g}",
         "Preset": config.get("preset") or "none",
-        "Precision": config["precision"],
+        "Precision": saved.get("dtype", config["precision"]),
         "Seed": str(config["seed"]),
     }
 
