@@ -48,7 +48,7 @@ def two() -> Iterator[Decoders]:
     made = Decoders(2, SIZE, 3, PLACES)
     yield made
     made.close()
-    assert all(decoder.process.poll() is not None for decoder in made.all)
+    assert all(decoder.process is None or decoder.process.poll() is not None for decoder in made.all)
 
 
 def test_the_same_pixels(two: Decoders, tmp_path: Path) -> None:
@@ -143,6 +143,30 @@ def test_where_none_can_be_started_this_process_decodes(
     none.close()
 
 
+def test_where_the_system_refuses_processes_this_one_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object, **more: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    path, none = picture(tmp_path, "a.png"), Decoders(2, SIZE, 3, PLACES)
+    for _ in range(3):
+        assert np.array_equal(one(none, path), slow(path))
+    none.close()
+
+
+def test_no_code_beside_the_pictures_is_run(
+    two: Decoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("import os; os._exit(1)", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    made = Decoders(1, SIZE, 3, PLACES)
+    one(made, picture(tmp_path, "a.png"))
+    assert made.all[0].greeted
+    made.close()
+
+
 def test_a_process_needs_no_torch() -> None:
     code = "import sys, drople.safe_image; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
@@ -164,6 +188,14 @@ def test_many_files_are_decoded_in_processes(tmp_path: Path, monkeypatch: pytest
     for (rows, good, bad), (others, same, failed) in zip(few, many, strict=True):
         assert rows.equal(others) and good == same
         assert [b.reason for b in bad] == [f.reason for f in failed]
+    # What is remembered is decoded here, unless it does not fit anyway.
+    room = len(paths) * 3 * SIZE * SIZE
+    images.remember(room)
+    list(decode_batches(paths, SIZE, 3, 5))
+    assert len(begun) == 1
+    images.remember(room - 1)
+    list(decode_batches(paths, SIZE, 3, 5))
+    assert len(begun) == 2
     # Pictures in memory cannot be sent by name.
     assert len(list(decode_batches([*paths, Image.open(paths[0])], SIZE, 3, 5))) == 3
-    assert len(begun) == 1
+    assert len(begun) == 2

@@ -141,7 +141,7 @@ def _elsewhere(*arguments: object) -> Cost:
     home = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, "-c", WORKER],
+        [sys.executable, "-P", "-c", WORKER],  # -P: nothing of the folder it is started in
         input=json.dumps(arguments),
         capture_output=True,
         text=True,

@@ -21,13 +21,12 @@ import numpy as np
 from drople.safe_image import ASKED, GREETING, SAID, BadImage, attempt
 
 SERVE = "from drople.safe_image import serve; serve()"
-PIPE_BYTES = 1 << 20  # more than the names of all that is asked for at a time, so that asking never waits
 # glibc gives the memory of each picture back and asks for it at the next: a fifth of the time of decoding.
 KEEP = {f"MALLOC_{what}_THRESHOLD_": str(32 << 20) for what in ("MMAP", "TRIM")}
 
 
 class Decoder:
-    """One process, and what it was asked for: it answers in that order."""
+    """One process, and what it was asked for: it answers in that order. Where none can be started, this one does it."""
 
     def __init__(self, squares: np.ndarray, resample: int, memory: int) -> None:
         self.squares, self.resample, self.memory = squares, resample, memory
@@ -35,16 +34,18 @@ class Decoder:
         self._start()
 
     def _start(self) -> None:
-        self.greeted = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self.squares.shape[-1]), str(self.resample), str(self.memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pipesize=PIPE_BYTES,
-            pass_fds=(self.memory,),
-            env={**os.environ, **KEEP},
-        )
+        size, self.greeted = self.squares.shape[-1], False
+        self.process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):
+            self.process = subprocess.Popen(
+                # -P: a file beside the pictures may have the name of a module.
+                [sys.executable, "-P", "-c", SERVE, str(size), str(self.resample), str(self.memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(self.memory,),
+                env={**os.environ, **KEEP},
+            )
 
     def ask(self, wanted: Sequence[tuple[int, str | Path]]) -> None:
         """For pictures, each in a place among the squares."""
@@ -56,7 +57,6 @@ class Decoder:
         place, path = self.asked[0]
         said = self._listen()
         if said is None and not self.greeted:
-            # No process can be started here; this one does it.
             self.asked.popleft()
             return attempt(path, self.squares.shape[-1], self.resample)
         if said is None:
@@ -75,6 +75,8 @@ class Decoder:
         self._send(self.asked)
 
     def _send(self, wanted: Iterable[tuple[int, str | Path]]) -> None:
+        if self.process is None:
+            return
         assert self.process.stdin is not None
         names = [(place, os.fsencode(path)) for place, path in wanted]
         # Of one that has died, who waits for its answer will hear.
@@ -83,7 +85,9 @@ class Decoder:
             self.process.stdin.flush()
 
     def _listen(self) -> str | None:
-        """What is wrong with the next picture, nothing if it is there, None where the process has died."""
+        """What is wrong with the next picture, nothing if it is there, None where there is no process, or no more."""
+        if self.process is None:
+            return None
         assert self.process.stdout is not None
         if not self.greeted:
             self.greeted = self.process.stdout.read(len(GREETING)) == GREETING
@@ -95,6 +99,8 @@ class Decoder:
         return None if len(reason) < length else reason.decode("utf-8")
 
     def close(self) -> None:
+        if self.process is None:
+            return
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

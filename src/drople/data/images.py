@@ -69,7 +69,8 @@ def decode_batches(
     batches go to a GPU without waiting for what it does.
     """
     workers = min(16, os.cpu_count() or 1)
-    files = not _MEMORY.on and all(isinstance(source, str | Path) for source in sources)
+    kept = len(sources) * 3 * size * size <= _MEMORY.whole
+    files = not kept and all(isinstance(source, str | Path) for source in sources)
     many = files and len(sources) >= MANY_FILES and workers >= MANY_CORES and os.name == "posix"
     ahead = max(2, -(-AHEAD * workers // batch_size)) if many else 2
     places = (ahead + 1) * batch_size
@@ -108,7 +109,7 @@ class _Memory:
     """Squares of picture files, kept as long as there is room; none unless `remember` was called."""
 
     def __init__(self) -> None:
-        self.on, self.room = False, 0
+        self.whole = self.room = 0
         self.kept: dict[tuple[str, int, int, int], np.ndarray] = {}
         self.lock = Lock()
 
@@ -130,7 +131,7 @@ class _Memory:
 
     def _changed(self, source: ImageSource) -> int | None:
         """When a file was written last; None for what is not kept."""
-        if not self.on or not isinstance(source, str | Path):
+        if not self.whole or not isinstance(source, str | Path):
             return None
         try:
             return os.stat(source).st_mtime_ns
@@ -144,7 +145,7 @@ _MEMORY = _Memory()
 def remember(room: int) -> None:
     """Keep decoded pictures from now on, up to so many bytes: the runs of a benchmark see the same ones."""
     with _MEMORY.lock:
-        _MEMORY.on = room > 0
+        _MEMORY.whole = room
         _MEMORY.room = max(0, room - sum(kept.nbytes for kept in _MEMORY.kept.values()))
 
 
