@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from checkpoints import RUN_FILES, Command, contents, drople, picture, pictures, splits, tiny_checkpoint
 from safetensors.torch import load_file
 
@@ -207,6 +209,32 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_bytes(log[:10])
     with pytest.raises(DropleError, match="shorter"):
         new_training(folder=tmp_path, epochs=2, batch_size=4).run(resume=True)
+
+
+def test_the_scale_of_fp16_is_resumed(tmp_path: Path) -> None:
+    """fp16 needs a GPU; its scaler does not."""
+
+    def with_scaler(**settings: Any) -> Training:
+        training = new_training(folder=tmp_path, epochs=1, batch_size=9)
+        training.accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
+        return training
+
+    first = with_scaler(init_scale=512.0, growth_interval=7)
+    first.accelerator.scaler.scale(torch.ones(1))
+    first.accelerator.scaler._growth_tracker += 3
+    (tmp_path / "log.jsonl").touch()
+    first._save()
+    second = with_scaler()
+    second._load()
+    assert second.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
+    assert second.accelerator.scaler.state_dict()["_growth_tracker"] == 3
+
+
+def test_a_process_trains_in_other_numbers_than_before() -> None:
+    """Accelerate keeps one state a process, and refuses another."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert new_training(epochs=1, batch_size=9).accelerator.mixed_precision == "no"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

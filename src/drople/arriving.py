@@ -38,7 +38,7 @@ class Arriving:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def get(self) -> Tensor:
         if self._copied is None:

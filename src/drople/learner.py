@@ -276,6 +276,8 @@ class PromptLearner:
         try:
             place = torch.device(device)
             torch.empty(0, device=place)
+            if place.type == "cuda":
+                torch.cuda.set_device(place)
         except (RuntimeError, AssertionError):
             raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
         given = self.backbone if isinstance(self.backbone, Backbone) else None

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from drople.cuda_graph import GraphedStep
@@ -129,6 +130,9 @@ class Training:
         device = method.backbone.device
         if precision == "fp16" and device.type != "cuda":
             raise DropleError("fp16 training needs a CUDA GPU: use precision bf16 or float32 here.")
+        if not dist.is_initialized():
+            # Accelerate remembers where, and in what numbers, this process trained first.
+            AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(
             cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no"
         )
@@ -151,7 +155,7 @@ class Training:
         self.module, self.optimizer = method, optimizer
         if method.trainable:
             # Mixed precision alone: what is learned is so small that gradients are joined here (`_join`).
-            self.module = self.accelerator.prepare_model(method, evaluation_mode=True)
+            self.module = self.accelerator.prepare_model(method, False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         if self.world > 1:
             for tensor in method.state_dict().values():
@@ -309,8 +313,8 @@ class Training:
         for index, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         log_bytes = (self.folder / LOG).stat().st_size
-        scale = "" if self.accelerator.scaler is None else repr(self.accelerator.scaler.get_scale())
-        metadata = {"step": str(self.step), "log_bytes": str(log_bytes), "scale": scale}
+        scaler = "" if self.accelerator.scaler is None else json.dumps(self.accelerator.scaler.state_dict())
+        metadata = {"step": str(self.step), "log_bytes": str(log_bytes), "scaler": scaler}
         write_tensors(self.folder / CHECKPOINT, tensors, metadata)
 
     def _load(self) -> None:
@@ -341,8 +345,8 @@ class Training:
             raise DropleError(
                 f"{path} does not fit this run ({error}): train anew without --resume."
             ) from None
-        if self.accelerator.scaler is not None and metadata.get("scale"):
-            self.accelerator.scaler.update(float(metadata["scale"]))
+        if self.accelerator.scaler is not None and metadata.get("scaler"):
+            self.accelerator.scaler.load_state_dict(json.loads(metadata["scaler"]))
         self._check_together()
 
     def _check_together(self) -> None:
