@@ -273,18 +273,26 @@ WITH: dict[str, dict[str, Any]] = {
 CASES = [(name, value) for name, values in OTHER.items() for value in values]
 
 
+def defaults(method: str) -> dict[str, Any]:
+    return {f.name: f.default for k in option_groups(method).values() for f in dataclasses.fields(k)}
+
+
 def test_every_option_is_exercised() -> None:
-    fields = {f.name: f.default for k in option_groups("drople").values() for f in dataclasses.fields(k)}
+    fields = defaults("drople")
     assert set(OTHER) == set(fields), "name the new option in OTHER"
     assert all(v != fields[name] for name, values in OTHER.items() for v in values)
 
 
 def one_epoch(
-    towers: Backbone, options: dict[str, Any]
+    towers: Backbone, options: dict[str, Any], name: str = "drople"
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Six steps with draws of their own, the prompts' share in them, and what was learned and comes of it."""
     torch.manual_seed(0)
-    method = make("drople", towers, TASK, options)
+    method = make(name, towers, TASK, options)
+    size = towers.pixels.size
+    images = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8)
+    data = TrainingData(images, torch.arange(6) % len(TASK.words), batch(towers).frozen)
+    method.prepare(data)
     optimizer = torch.optim.AdamW(method.parameter_groups(1e-2), lr=1e-2)
     rows = []
     for step in range(6):
@@ -297,22 +305,29 @@ def one_epoch(
         shown = {name: loss.detach() for name, loss in losses.items()} | method.monitor
         rows.append({name: float(value) for name, value in shown.items()})
     learned = {n: p.detach().clone() for n, p in method.named_parameters()}
-    size = towers.pixels.size
-    images = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8)
-    method.eval().finish(TrainingData(images, torch.arange(6) % len(TASK.words), batch(towers).frozen))
+    method.eval().finish(data)
     weights = [method.class_weights(words) for words in (("red", "grey"), TASK.words)]
     return rows, learned | {"class weights": torch.cat(weights)}
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{n}={v}" for n, v in CASES])
-def test_an_option_trains_and_makes_a_difference(name: str, value: Any) -> None:
-    towers = backbone()
-    given = WITH.get(name, {})
-    rows, learned = one_epoch(towers, {**given, name: value})
+# DroPLe itself, and what it is put under: an adapter that stands on its prompts, and towers without any.
+ON = [
+    (method, name, value)
+    for method in ("drople", "tip-adapter+drople", "mma+drople")
+    for name, value in CASES
+    if value != defaults(method).get(name, value)
+]
+
+
+@pytest.mark.parametrize(("method", "name", "value"), ON, ids=[f"{m}-{n}={v}" for m, n, v in ON])
+def test_an_option_trains_and_makes_a_difference(method: str, name: str, value: Any) -> None:
+    towers, known = backbone(), defaults(method)
+    given = {n: v for n, v in WITH.get(name, {}).items() if n in known}
+    rows, learned = one_epoch(towers, {**given, name: value}, method)
     assert all(math.isfinite(v) for row in rows for v in row.values())
     assert all(bool(t.isfinite().all()) for t in learned.values())
     assert len({tuple(row) for row in rows}) == 1, "the log needs the same columns at each step"
-    usual, default = one_epoch(towers, given)
+    usual, default = one_epoch(towers, given, method)
     moved = learned.keys() != default.keys() or any(not torch.equal(learned[n], default[n]) for n in learned)
     assert moved or rows != usual, f"{name}={value} changes nothing"
 

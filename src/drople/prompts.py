@@ -1,7 +1,6 @@
 """Learnable prompts: for text and vision, shallow (depth 1) or deep."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,10 +87,9 @@ class CoupledPrompts(nn.Module):
         return torch.baddbmm(self.bias, context, self.weight)
 
 
-def words_behind(init: str, length: int, words: Sequence[str]) -> list[str]:
-    """Class words with those words of `init` that the prompts do not replace: "[V] [V] of a {class}"."""
-    kept = " ".join(init.split()[length:])
-    return [f"{kept} {word}".strip() for word in words]
+def words_behind(init: str, length: int) -> str:
+    """Those words of `init` that the prompts do not replace, to stand before a class: "[V] [V] of a {class}"."""
+    return "".join(f"{word} " for word in init.split()[length:])
 
 
 def deep_text(

@@ -217,13 +217,16 @@ class Backbone:
         rows = [(self.tokenizer.words(text), 0, 0, text) for text in texts]
         return self._lay_out(rows, context=0, supplementary=0)
 
-    def prompted(self, names: Sequence[str], *, context: int, supplementary: int = 0) -> Sentences:
+    def prompted(
+        self, names: Sequence[str], *, context: int, supplementary: int = 0, before: str = "", after: str = ""
+    ) -> Sentences:
         """`{bos, context, class words, supplementary, eos}`: prompts 0 to context-1 enter before the
-        class words, the supplementary ones after them."""
+        class words, the supplementary ones after them. Words `before` and `after` a class stand next to it."""
         rows = []
         for name in names:
-            words = self.tokenizer.words(name)
-            rows.append((words, 0, len(words), name))
+            text = f"{before}{name}{after}"
+            first, last = self.tokenizer.span(text, len(before), len(before) + len(name))
+            rows.append((self.tokenizer.words(text), first, last, text))
         return self._lay_out(rows, context, supplementary)
 
     def _lay_out(

@@ -5,11 +5,9 @@ transformers even makes up a tokenizer of two tokens. So everything is compared 
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
-import torch
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from drople.errors import DropleError
@@ -20,14 +18,13 @@ WRONG_EOS = 2
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer: `bos`, `eos`, `context_length` (bos and eos included) and `vocab_size`."""
+    """A checkpoint's tokenizer: `bos`, `eos` and `vocab_size`."""
 
     def __init__(self, folder: Path, config: CLIPTextConfig) -> None:
         self._backend = _backend(folder)
         # A saved tokenizer may carry its last user's settings; lengths are this class's business.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.context_length: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         found = self._backend.get_vocab_size(with_added_tokens=True)
         if found != self.vocab_size:
@@ -67,27 +64,11 @@ class Tokenizer:
         """The ids of a text without bos and eos, however long."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def encode(self, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [N, L] with L the longest of these texts, padded with eos, and the place of each eos [N].
-
-        The place is that of the first eos, which is where CLIP's text tower reads its feature; attention is
-        causal, so what stands after it does not matter.
-        """
-        rows = [
-            [self.bos, *words.ids, self.eos]
-            for words in self._backend.encode_batch(list(texts), add_special_tokens=False)
-        ]
-        longest = max(map(len, rows), default=0)
-        if longest > self.context_length:
-            text = next(text for text, row in zip(texts, rows, strict=True) if len(row) == longest)
-            shown = text if len(text) <= 80 else text[:77] + "..."
-            raise DropleError(
-                f"the text {shown!r} is {longest} tokens long with its start and end, but this checkpoint "
-                f"reads at most {self.context_length}: shorten it or its template."
-            )
-        ids = torch.tensor([row + [self.eos] * (longest - len(row)) for row in rows], dtype=torch.long)
-        ids = ids.reshape(len(rows), longest)
-        return ids, (ids == self.eos).int().argmax(dim=1) if rows else ids.new_zeros(0)
+    def span(self, text: str, start: int, stop: int) -> tuple[int, int]:
+        """Which of the text's ids are of its characters from `start` to `stop`: from the first to before the second."""
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        inside = [n for n, (begun, ended) in enumerate(offsets) if begun < stop and ended > start]
+        return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:

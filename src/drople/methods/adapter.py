@@ -110,6 +110,10 @@ class FeatureAdapter(Method):
         if self.prompts is not None:
             self.prompts.advance(progress)
 
+    def finish(self, data: TrainingData) -> None:
+        if self.prompts is not None:
+            self.prompts.finish(data)
+
     @property
     def fixed_shapes(self) -> bool:
         return self.prompts is None or self.prompts.fixed_shapes
@@ -183,6 +187,7 @@ class CacheAdapter(FeatureAdapter):
         self.cache.hold(F.normalize(keys, dim=-1), data.labels)
 
     def finish(self, data: TrainingData) -> None:
+        super().finish(data)
         if self.prompts is not None and not self.learn_keys:
             self.prepare(data)
 

@@ -199,7 +199,8 @@ class TowerMethod(Method):
 
     def sentences(self, words: Sequence[str]) -> Any:
         """The classes as the text tower reads them, with places for prompts where there are any."""
-        return self.backbone.sentences([self.task.templates[0].format(word) for word in words])
+        before, after = self.task.templates[0].split("{}")
+        return self.backbone.prompted(words, context=0, before=before, after=after)
 
     def vision_updates(self) -> Updates | None:
         """What the layers of the image tower add to their projections."""

@@ -45,4 +45,4 @@ class CoupledMethod(PromptMethod):
 
     def sentences(self, words: Sequence[str]) -> Sentences:
         o = self.options
-        return self.backbone.prompted(words_behind(o.init, o.length, words), context=o.length)
+        return self.backbone.prompted(words, context=o.length, before=words_behind(o.init, o.length))

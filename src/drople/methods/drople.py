@@ -128,8 +128,10 @@ class DeepPrompts(PromptMethod):
         return visual.text() if isinstance(visual, CoupledPrompts) else self.text_prompts()
 
     def sentences(self, words: Sequence[str]) -> Sentences:
-        kept = words_behind(self.start, self.context, words)
-        return self.backbone.prompted(kept, context=self.context, supplementary=self.supplementary)
+        kept = words_behind(self.start, self.context)
+        return self.backbone.prompted(
+            words, context=self.context, supplementary=self.supplementary, before=kept
+        )
 
     @torch.no_grad()
     def finish(self, data: TrainingData) -> None:

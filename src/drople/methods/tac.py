@@ -47,7 +47,7 @@ from drople.backbone.tokens import Tokens, places
 from drople.losses import l1_consistency
 from drople.methods.base import Batch, Presets, PromptMethod, Task, frozen_classes, register
 from drople.options import option
-from drople.prompts import TextPrompts, VisualPrompts, deep_prompts
+from drople.prompts import TextPrompts, VisualPrompts, deep_prompts, words_behind
 from drople.regulariser import Branches, Progress
 from drople.templates import with_eleven
 
@@ -177,8 +177,9 @@ class TAC(PromptMethod):
         return self.text_prompts()
 
     def sentences(self, words: Sequence[str]) -> Sentences:
-        texts = [f"{self.options.init} {word}.".strip() for word in words]
-        return self.backbone.prompted(texts, context=self.clusters + self.options.text_length)
+        context = self.clusters + self.options.text_length
+        before = words_behind(self.options.init, 0)
+        return self.backbone.prompted(words, context=context, before=before, after=".")
 
     def advance(self, progress: Progress) -> None:
         super().advance(progress)
