@@ -258,6 +258,13 @@ def test_methods_without_dropout_have_no_importance() -> None:
     assert word_importance(learner, "red") == ()
 
 
+def test_an_adapter_shows_what_drops_in_the_prompts_it_stands_on(tmp_path: Path) -> None:
+    learner = fit(tiny_backbone(vision_layers=2, text_layers=2, image=8), "tip-adapter+drople")
+    maps = importance_maps(learner, random_images(learner.backbone_, 1))
+    assert {"class", "self", "cross", "importance", "probability"} == set(maps)
+    assert len(word_importance(learner, "red")) == len(learner.backbone_.tokenizer.words("of a red")) + 4
+
+
 def test_words_are_those_of_the_sentence(tiny: PromptLearner) -> None:
     words = word_importance(tiny, "abyssinian cat")
     pieces = [w for w in words if not w.special]

@@ -19,6 +19,7 @@ from checkpoints import pictures as coloured
 from filelock import FileLock
 from PIL import Image
 
+from drople import PromptLearner
 from drople.data.dataset import ImageData
 from drople.data.shots import few_shot
 from drople.errors import DropleError
@@ -543,6 +544,23 @@ def test_gla_counts_the_training_images_that_can_be_read(protocol: str, tmp_path
         run = a_run(protocol, folder, "zero-shot", shots=3, ratio=1.0, post_hoc="gla")
         records.append(go(run, tmp_path / name / "work")["results"])
     assert records[0] == records[1]
+
+
+def test_a_preset_s_own_sentences_are_used(
+    five: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    class Watched(PromptLearner):
+        def fit(self, *given: Any, **more: Any) -> PromptLearner:
+            fitted = super().fit(*given, **more)
+            used.append(len(self.templates_))
+            return fitted
+
+    monkeypatch.setattr("drople.protocols.PromptLearner", Watched)
+    for preset in ("released", "paper"):
+        go(a_run("few-shot", five, "drople", preset=preset), tmp_path / preset)
+    assert used == [11, 1]
 
 
 def test_work_left_by_a_kill_after_the_record_is_cleared(five: Path, tmp_path: Path) -> None:

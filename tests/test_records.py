@@ -55,6 +55,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     assert read_json(file) == {"old": 1} and list(tmp_path.iterdir()) == [file]
 
 
+def test_files_allow_what_new_files_of_this_process_do(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from drople.records import write_bytes; write_bytes(Path('a'), b'')"
+    for mask, mode in ((0o077, 0o600), (0o022, 0o644), (0o002, 0o664)):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, umask=mask)
+        assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 def test_what_is_no_json_is_not_written(value: object, tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"old": 1})

@@ -24,6 +24,7 @@ from drople.dropout import TokenDropout
 from drople.errors import DropleError, unknown
 from drople.importance import Modality
 from drople.learner import PromptLearner
+from drople.methods.adapter import FeatureAdapter
 from drople.methods.base import Method, TowerMethod
 from drople.pictures import (
     COLUMNS,
@@ -37,7 +38,6 @@ from drople.pictures import (
     save_explanation,
 )
 from drople.progress import Progress
-from drople.regulariser import Regulariser
 from drople.safe_image import BadImage, open_image, square
 
 __all__ = ["explain", "gradcam", "importance_maps", "overlay", "word_importance"]
@@ -125,12 +125,13 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
     `class`, `self` and `cross` (those the run uses), `importance` and `probability`. Runs whose tokens drop
     by no score have the probability alone; runs without dropout have nothing.
     """
-    dropout = _watching(learner.method_, "vision")
-    if dropout is None or not isinstance(learner.method_, TowerMethod):
+    towers = _dropping(learner.method_)
+    dropout = None if towers is None else _watching(towers, "vision")
+    if towers is None or dropout is None:
         return {}
     side = learner.backbone_.patch_grid
     with torch.random.fork_rng():
-        learner.method_.encode_images(images, dropout)
+        towers.encode_images(images, dropout)
     found: dict[str, list[Tensor]] = {}
     for seen in dropout.seen:
         for name, value in _named(dropout, seen).items():
@@ -141,12 +142,13 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
 @torch.no_grad()
 def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
     """The tokens of a class's sentence, each with its importance at every dropout layer of the text tower."""
-    method, dropout = learner.method_, _watching(learner.method_, "text")
-    if dropout is None or not isinstance(method, TowerMethod) or not _has_importance(dropout):
+    towers = _dropping(learner.method_)
+    dropout = None if towers is None else _watching(towers, "text")
+    if towers is None or dropout is None or not _has_importance(dropout):
         return ()
-    sentences = method.sentences([words])
+    sentences = towers.sentences([words])
     with torch.random.fork_rng():
-        method.encode_text(sentences, dropout)
+        towers.encode_text(sentences, dropout)
     if not dropout.seen:
         return ()
     end = int(sentences.anchor[0])
@@ -157,9 +159,15 @@ def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
     )
 
 
-def _watching(method: Method, modality: Modality) -> TokenDropout | None:
+def _dropping(method: Method) -> TowerMethod | None:
+    """Whose tokens dropped in training: the method's own, or those of the prompts that an adapter stands on."""
+    towers = method.prompts if isinstance(method, FeatureAdapter) else method
+    return towers if isinstance(towers, TowerMethod) and towers.regulariser is not None else None
+
+
+def _watching(towers: TowerMethod, modality: Modality) -> TokenDropout | None:
     """The run's own token dropout, recording, and leaving every token as it is: noise of strength 0."""
-    regulariser: Regulariser | None = getattr(method, "regulariser", None)
+    regulariser = towers.regulariser
     if regulariser is None or not regulariser.layers[modality] or regulariser.options.rate == "attribution":
         return None
     dropout = regulariser.dropout(modality, record=True)
@@ -333,7 +341,8 @@ def _model(run: str | Path | PromptLearner, device: str, progress: Progress | No
         learner = PromptLearner.load(run, device=device, progress=progress)
         folder = f"\n{Path(run).resolve().name}"
     method = learner.method_
-    regulariser: Regulariser | None = getattr(method, "regulariser", None)
+    towers = _dropping(method)
+    regulariser = None if towers is None else towers.regulariser
     title = type(method).__name__
     if regulariser is not None:
         title = " + ".join(dict.fromkeys([title, RATES.get(regulariser.options.rate, "DroPLe")]))
@@ -384,8 +393,8 @@ def _explain(
     heats = model.heat(images, targets, learner.words_)
     maps = {name: value.float().cpu().numpy() for name, value in importance_maps(learner, images).items()}
     words = {target: word_importance(learner, learner.words_[target]) for target in set(targets.tolist())}
-    regulariser: Regulariser | None = getattr(method, "regulariser", None)
-    options = None if regulariser is None else regulariser.options
+    towers = _dropping(method)
+    options = None if towers is None or towers.regulariser is None else towers.regulariser.options
     about = model.title.replace("\n", ", run ")
     for n, (shot, target) in enumerate(zip(shots, targets.tolist(), strict=True)):
         best = shares[n].argsort(descending=True)[:LISTED].tolist()
@@ -410,8 +419,9 @@ def _explain(
 
 def _notes(method: Method) -> Iterator[str]:
     """What a picture leaves out, and why."""
-    regulariser: Regulariser | None = getattr(method, "regulariser", None)
-    if regulariser is None:
+    towers = _dropping(method)
+    regulariser = None if towers is None else towers.regulariser
+    if towers is None or regulariser is None:
         yield "No tokens drop in this method: there is no importance to show."
         return
     rate, high = regulariser.options.rate, regulariser.options.p_max
@@ -422,7 +432,7 @@ def _notes(method: Method) -> Iterator[str]:
         yield "In this run the gradient of a training step said which tokens drop: there is no importance to show."
         return
     yield "Maps are those of a pass in which nothing drops, as at prediction."
-    prompts = method.visual_prompts() if isinstance(method, TowerMethod) and method.visual_prompts else None
+    prompts = towers.visual_prompts() if towers.visual_prompts else None
     if prompts is not None and regulariser.layers["vision"]:
         count = prompts.shape[1]
         yield f"The {count} visual prompts of a layer have an importance too, but no place in the image."

@@ -39,7 +39,7 @@ from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_cl
 from drople.errors import DropleError, unknown
 from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
-from drople.methods import option_groups
+from drople.methods import find, option_groups
 from drople.metrics import fit_temperature, harmonic_mean
 from drople.options import typed
 from drople.progress import Progress, Quiet
@@ -333,11 +333,13 @@ def now() -> str:
 def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) -> dict[str, Any]:
     data, template = find_data(run.dataset, root)
     train, tests = PROTOCOLS[run.protocol](data, run, root)
+    kind, _ = find(run.method)
     learner = PromptLearner(
         _backbone(run.backbone, run.precision, device),
         run.method,
         preset=run.preset,
-        template=template,
+        # A preset that names its own sentences is compared with them.
+        template=None if "templates" in kind.presets.get(run.preset or "", {}) else template,
         seed=run.seed,
         device=device,
         precision=run.precision,  # type: ignore[arg-type]

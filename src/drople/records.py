@@ -14,6 +14,9 @@ from torch import Tensor
 from drople.errors import DropleError
 
 METADATA = "drople"
+# What new files of this process must not allow; it can only be asked by setting it.
+FORBIDDEN = os.umask(0o077)
+os.umask(FORBIDDEN)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -25,7 +28,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, 0o666 & ~FORBIDDEN)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
