@@ -16,7 +16,6 @@ held-out classes, training images). No test image and no novel class has a part 
 import argparse
 import json
 import random
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -189,7 +188,7 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def tasks(grid: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every run, those of the largest dataset first, so that none is left alone at the end."""
+    """Every run, in the order of the grid's datasets: the largest first leaves none alone at the end."""
     datasets = grid["datasets"]
     seeds = datasets if isinstance(datasets, dict) else dict.fromkeys(datasets, grid["seeds"])
     return [
@@ -227,19 +226,22 @@ def main() -> None:
                 done.add((row["variant"], row["dataset"], row["seed"]))
     todo = [t for t in tasks(grid) if (t["variant"], t["dataset"], t["seed"]) not in done]
     begun = time.time()
-    prepared = Path(tempfile.mkdtemp(prefix="drople-study-"))
-    start(given.data, prepared, given.backbone, given.device)
-    for name in dict.fromkeys(t["dataset"] for t in todo):
-        prepare(resolve(name, given.data)[0], _worker["backbone"], prepared / name)
-    print(f"{len(todo)} runs to do; decoded in {time.time() - begun:.0f} s", flush=True)
-    arguments = (given.data, prepared, given.backbone, given.device)
-    with mp.get_context("spawn").Pool(given.workers, start, arguments) as pool, given.out.open("a") as out:
-        for number, record in enumerate(pool.imap_unordered(attempt, todo), 1):
-            out.write(json.dumps({"backbone": given.backbone, **record}) + "\n")
-            out.flush()
-            if number % 20 == 0:
-                print(f"{number}/{len(todo)} runs, {time.time() - begun:.0f} s", flush=True)
-    shutil.rmtree(prepared)
+    with tempfile.TemporaryDirectory(prefix="drople-study-") as folder:
+        prepared = Path(folder)
+        start(given.data, prepared, given.backbone, given.device)
+        for name in dict.fromkeys(t["dataset"] for t in todo):
+            prepare(resolve(name, given.data)[0], _worker["backbone"], prepared / name)
+        print(f"{len(todo)} runs to do; decoded in {time.time() - begun:.0f} s", flush=True)
+        arguments = (given.data, prepared, given.backbone, given.device)
+        with (
+            mp.get_context("spawn").Pool(given.workers, start, arguments) as pool,
+            given.out.open("a") as out,
+        ):
+            for number, record in enumerate(pool.imap_unordered(attempt, todo), 1):
+                out.write(json.dumps({"backbone": given.backbone, **record}) + "\n")
+                out.flush()
+                if number % 20 == 0:
+                    print(f"{number}/{len(todo)} runs, {time.time() - begun:.0f} s", flush=True)
     print(f"{len(todo)} runs in {time.time() - begun:.0f} s")
 
 

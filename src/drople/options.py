@@ -112,3 +112,10 @@ def convert(name: str, value: Any, hint: Any) -> Any:
             raise DropleError(f"option {name} is {value!r}: it must be a whole number.")
         return number
     return str(value)
+
+
+def written(value: Any) -> str:
+    """An option's value as --set takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(written, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

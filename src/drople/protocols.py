@@ -41,7 +41,7 @@ from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
 from drople.methods import find, option_groups
 from drople.metrics import fit_temperature, harmonic_mean
-from drople.options import typed
+from drople.options import typed, written
 from drople.progress import Progress, Quiet
 from drople.records import read_json, write_json
 from drople.training import TrainingOptions, usual_dtype
@@ -99,17 +99,10 @@ class Run:
 def described(name: str, preset: str | None, options: Mapping[str, Any]) -> str:
     """A name, and in brackets what was changed; not the epochs, which are a matter of time."""
     changed = [
-        f"{option}={_written(value)}" for option, value in sorted(options.items()) if option != "epochs"
+        f"{option}={written(value)}" for option, value in sorted(options.items()) if option != "epochs"
     ]
     inside = ", ".join(([] if preset is None else [preset]) + changed)
     return name + (f" ({inside})" if inside else "")
-
-
-def _written(value: Any) -> str:
-    """The value of an option as a command line gives it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(_written, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 # A test: the name of the part, its data and the split. The data's own classes are the choices.

@@ -7,7 +7,7 @@ from typing import Any
 
 from drople.data.dataset import tidy
 from drople.methods import find
-from drople.options import build, names
+from drople.options import build, names, written
 from drople.protocols import SHOTS
 from drople.templates import DEFAULT, ELEVEN, read_template
 from drople.training import TrainingOptions
@@ -42,7 +42,7 @@ def fit_command(config: Mapping[str, Any]) -> str:
     if "epochs" in settings:
         words += ["--epochs", str(settings.pop("epochs"))]
     settings |= {
-        n: v for n, v in config["options"].items() if n not in preset or plain(v) != plain(preset[n])
+        n: v for n, v in config["options"].items() if n not in preset or written(v) != written(preset[n])
     }
     return shlex.join(words + _set(settings))
 
@@ -98,12 +98,5 @@ def public_name(backbone: str) -> str:
     return Path(backbone).name if Path(backbone).is_absolute() else backbone
 
 
-def plain(value: Any) -> str:
-    """An option's value as --set takes it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(plain, value))
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
 def _set(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in ("--set", f"{name}={plain(value)}")]
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={written(value)}")]
