@@ -343,7 +343,9 @@ def test_an_option_has_one_spelling() -> None:
     assert [run.path for run in rows[0]] == [run.path for run in rows[1]]
     # A mistake stays what it was, and its run fails by itself: other methods may have the option.
     wrong = {"epochs": "many", "p_maxx": "1", "lr": "nan"}
-    runs = plan("few-shot", ["a"], ["drople", "no-method"], [1], [2], options=wrong)
+    with pytest.raises(DropleError, match="unknown method 'no-method'"):
+        plan("few-shot", ["a"], ["drople", "no-method"], [1], [2])
+    runs = plan("few-shot", ["a"], ["drople", "coop"], [1], [2], options=wrong)
     assert [dict(run.options) for run in runs] == [wrong, wrong]
     (other,) = plan("few-shot", ["a"], ["coop"], [1], [2], options={"p_max": "0.40"})
     assert other.options == {"p_max": "0.40"}, "coop has none"
@@ -561,6 +563,34 @@ def test_a_preset_s_own_sentences_are_used(
     for preset in ("released", "paper"):
         go(a_run("few-shot", five, "drople", preset=preset), tmp_path / preset)
     assert used == [11, 1]
+
+
+def test_work_left_of_other_data_is_begun_anew(five: Path, tmp_path: Path) -> None:
+    run = a_run("few-shot", five)
+    work = tmp_path / "work"
+    go(run, work)
+    config = json.loads((work / "config.json").read_text())
+    (work / "config.json").write_text(json.dumps(config | {"samples": config["samples"][1:]}))
+    assert timeless(go(run, work)) == timeless(go(run, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"schema": 1}', "null", "label", "results", "accuracy", "status", "error"]
+)
+def test_a_damaged_record_is_named(content: str, five: Path, tmp_path: Path) -> None:
+    run = a_run("few-shot", five, "zero-shot")
+    list(benchmark([run], ROOT, tmp_path))
+    file = tmp_path / run.path
+    record = json.loads(file.read_text())
+    if content in ("label", "results"):
+        del record[content]
+    elif content == "accuracy":
+        record["results"]["test"]["accuracy"] = "high"
+    elif content in ("status", "error"):
+        record[content] = 7
+    file.write_text(content if content[:1] in ("", "{", "n") else json.dumps(record))
+    with pytest.raises(DropleError, match=r"delete it and run the benchmark again"):
+        list(benchmark([run], ROOT, tmp_path))
 
 
 def test_work_left_by_a_kill_after_the_record_is_cleared(five: Path, tmp_path: Path) -> None:

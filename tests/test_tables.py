@@ -9,7 +9,8 @@ import pytest
 
 from drople import published
 from drople.errors import DropleError
-from drople.tables import Point, curves, make_table, read_records, render, tables
+from drople.run_records import read_records
+from drople.tables import Point, curves, make_table, render, tables
 
 
 def record(protocol, dataset, label, seed, results, *, shots=16, ratio=None, backbone="pocket", method=None):
@@ -223,6 +224,36 @@ class TestIncomplete:
         assert make_table(two_datasets() * 2) == make_table(two_datasets())
         with pytest.raises(DropleError, match="two different results for drople on eurosat with seed 1"):
             make_table([*two_datasets(), halves("eurosat", "drople", 1, 0.81, 0.6)])
+
+    def test_runs_that_differ_in_what_no_label_tells_are_named(self):
+        once = [halves("eurosat", "coop", seed, 0.5, 0.5) | {"options": {"epochs": 5}} for seed in (1, 2)]
+        assert not any(note.startswith("!") for note in make_table(once).notes)
+        once[1]["options"] = {"epochs": 50}
+        assert "! coop: runs that differ in epochs (5, 50) are in one row." in make_table(once).notes
+        other = [halves("eurosat", "maple", 1, 0.6, 0.5) | {"options": {}}]
+        assert len([note for note in make_table(once + other).notes if note.startswith("!")]) == 1
+        with pytest.raises(DropleError, match=r"with seed 2 \(epochs 50 and 5\)"):
+            make_table([*once, halves("eurosat", "coop", 2, 0.6, 0.5) | {"options": {"epochs": 5}}])
+
+    def test_data_that_changed_between_runs_are_named(self):
+        runs = [
+            halves("photos", label, 1, 0.5, 0.5) | {"data": {"fingerprint": mark}}
+            for label, mark in (("coop", "a"), ("maple", "a"))
+        ]
+        assert not any(note.startswith("!") for note in make_table(runs).notes)
+        runs[1]["data"] = {"fingerprint": "b"}
+        assert any(note.startswith("! photos: its images changed") for note in make_table(runs).notes)
+
+    def test_one_training_tested_on_more_targets_later_is_one_run(self):
+        first = record("cross-dataset", "a", "coop", 1, {"source": 0.9, "b": 0.5})
+        later = record("cross-dataset", "a", "coop", 1, {"source": 0.9, "c": 0.7})
+        found = cells(make_table([first, later]), "coop")
+        assert [found[group, "accuracy"].mean for group in ("source", "b", "c", "")] == pytest.approx(
+            [90, 50, 70, 60]
+        )
+        later["results"]["source"]["accuracy"] = 0.8
+        with pytest.raises(DropleError, match="two different results"):
+            make_table([first, later])
 
 
 class TestOtherProtocols:

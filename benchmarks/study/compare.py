@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from drople.metrics import harmonic_mean
-from drople.tables import read_records
+from drople.run_records import read_records
 
 Pair = tuple[str, int]  # dataset, seed
 Scores = dict[Pair, tuple[float, float]]  # base, novel in %

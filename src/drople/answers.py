@@ -133,9 +133,10 @@ def refuse_failures(records: Sequence[dict[str, Any]]) -> None:
     """A benchmark in which a run failed ends in an error, after all that could be done."""
     failed = [r for r in records if r["status"] != "done"]
     if failed:
+        why = failed[0]["error"] or "no reason recorded"
         raise DropleError(
             f"{len(failed)} of {len(records)} runs failed; the first, {failed[0]['label']} on "
-            f"{failed[0]['dataset']}: {failed[0]['error'].rstrip('.')}. Their records say why; --retry-failed "
+            f"{failed[0]['dataset']}: {why.rstrip('.')}. Their records say why; --retry-failed "
             "tries them again."
         )
 

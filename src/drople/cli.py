@@ -321,7 +321,8 @@ def table(
 ) -> None:
     """Print the paper's tables from records: mean and standard deviation over seeds, best in bold."""
     from drople.answers import terminal_width
-    from drople.tables import read_records, render, tables
+    from drople.run_records import read_records
+    from drople.tables import render, tables
 
     found = tables(read_records(records), by=by, published=published)
     print(render(found, format, width=terminal_width()))

@@ -8,6 +8,10 @@ class DropleError(Exception):
     """Something the caller gave is wrong; the message names it and says what to do."""
 
 
+class OtherSettings(DropleError):
+    """A run cannot go on with settings that it was not begun with."""
+
+
 def unknown(what: str, given: str, known: Iterable[str]) -> DropleError:
     """The error for a name that is not in a list, with the nearest ones suggested."""
     names = sorted(known)

@@ -36,14 +36,15 @@ from drople.data.dataset import Example, ImageData
 from drople.data.images import remember
 from drople.data.layouts import resolve
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
-from drople.errors import DropleError, unknown
+from drople.errors import DropleError, OtherSettings, unknown
 from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
 from drople.methods import find, option_groups
 from drople.metrics import fit_temperature, harmonic_mean
 from drople.options import typed, written
 from drople.progress import Progress, Quiet
-from drople.records import read_json, write_json
+from drople.records import write_json
+from drople.run_records import read_record
 from drople.training import TrainingOptions, usual_dtype
 
 SCHEMA = 1
@@ -223,6 +224,8 @@ def plan(
     if targets and protocol != "domain-shift":
         raise DropleError(f"--targets is for domain-shift: {protocol} tests on --datasets.")
     rows = [AblationRow("", method) for method in methods] if ablation is None else ABLATIONS[ablation]
+    for row in rows:
+        find(row.method)  # a name that nobody knows would stand in the tables as a row without results
     given = {row.method: _typed(row.method, options or {}) for row in rows}
     names, targets = [_name(d) for d in datasets], [_name(d) for d in targets]
     if protocol == "cross-dataset":
@@ -265,11 +268,7 @@ def plan(
 
 def _typed(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """One spelling for each option, so that a run has one key; a mistake is left for its record to tell."""
-    try:
-        kinds = option_groups(method).values()
-    except DropleError:
-        return dict(options)
-    return typed(options, *kinds, TrainingOptions)
+    return typed(options, *option_groups(method).values(), TrainingOptions)
 
 
 def _name(dataset: str) -> str:
@@ -341,7 +340,13 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
     )
     begun = time.monotonic()
     # The tail has been cut to its shape already; few-shot drawing would straighten it.
-    learner.fit(train, None if run.protocol == "long-tail" else run.shots, out=work, resume=True)
+    shots = None if run.protocol == "long-tail" else run.shots
+    try:
+        learner.fit(train, shots, out=work, resume=True)
+    except OtherSettings:
+        # Of a benchmark that was stopped before the data changed.
+        shutil.rmtree(work)
+        learner.fit(train, shots, out=work)
     fitted = time.monotonic()
     results = {}
     post_hoc = _post_hoc(run, learner, train)
@@ -465,7 +470,7 @@ def _lock(path: Path) -> FileLock:
 
 def recorded(path: Path, retry_failed: bool) -> dict[str, Any] | None:
     """The record of a run that is not to be done again; None for one that is."""
-    record = read_json(path) if path.exists() else None
+    record = read_record(path) if path.exists() else None
     done = record is not None and (record.get("status") == "done" or not retry_failed)
     return record if done else None
 
@@ -475,7 +480,8 @@ def summary(record: Mapping[str, Any]) -> str:
     what = f"{Path(record['dataset']).name} {record['label']} {record['shots']} shots seed {record['seed']}"
     if record["status"] != "done":
         return f"{what}: failed, {record['error']}"
-    parts = {name: 100 * part["accuracy"] for name, part in record["results"].items()}
+    shares = {name: part.get("accuracy") for name, part in record["results"].items()}
+    parts = {name: 100 * share for name, share in shares.items() if share is not None}
     shown = "  ".join(f"{name} {value:.1f}" for name, value in parts.items())
     if {"base", "novel"} <= set(parts):
         shown += f"  H {harmonic_mean(parts['base'], parts['novel']):.1f}"

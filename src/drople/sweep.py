@@ -24,7 +24,8 @@ from drople import __version__
 from drople.errors import DropleError
 from drople.progress import Progress, Quiet
 from drople.protocols import Run, clear, execute, now, opening, recorded
-from drople.records import read_json, write_json
+from drople.records import write_json
+from drople.run_records import read_record
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -79,7 +80,7 @@ def sweep(
                 clear(out, run)
                 yield run, record, False
     for run in repeated:
-        yield run, read_json(out / run.path), True
+        yield run, read_record(out / run.path), True
     with contextlib.suppress(OSError):
         (out / ".work").rmdir()
 

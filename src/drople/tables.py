@@ -15,28 +15,20 @@ All numbers are percentages. How they are made:
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, harmonic_mean, stdev
 from typing import Any, Literal
 
 from drople import published as paper
 from drople.ablations import ABLATIONS
 from drople.errors import DropleError, unknown
+from drople.run_records import TITLES
 
 Key = tuple[str, str]
 Values = dict[Key, dict[int, float]]
 
-TITLES = {
-    "base-to-novel": "Base-to-novel generalization",
-    "few-shot": "Few-shot classification",
-    "cross-dataset": "Cross-dataset evaluation",
-    "domain-shift": "Domain shift",
-    "long-tail": "Long-tail base-to-novel generalization",
-}
 HALVES = ("base-to-novel", "long-tail")
 FORMATS = ("text", "markdown", "latex", "csv")
 # No dataset can have the empty name, so the average cannot be taken for one.
@@ -116,26 +108,6 @@ class Point:
     seeds: tuple[int, ...]
 
 
-def read_records(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """The records in files, and in folders with all below; JSON files that are no records are skipped."""
-    found: dict[Path, dict[str, Any]] = {}
-    given = [Path(path) for path in paths]
-    for path in given:
-        if not path.exists():
-            raise DropleError(f"{path} does not exist: give the folder that drople benchmark wrote to.")
-        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-            content = _read(file)
-            if isinstance(content, dict) and {"schema", "protocol", "status"} <= content.keys():
-                _check(content, file)
-                found[file.resolve()] = content
-    if not found:
-        places = ", ".join(map(str, given)) or "no path"
-        raise DropleError(
-            f"there is no record of a run in {places}: drople benchmark writes one JSON file a run."
-        )
-    return list(found.values())
-
-
 def tables(
     records: Sequence[Mapping[str, Any]],
     *,
@@ -191,7 +163,7 @@ def make_table(
     notes = [_unit(seeds)]
     if protocol in HALVES:
         notes.append("HM: harmonic mean of base and novel, for each seed; in the average, of their averages.")
-    notes += missing + [_failure(run) for run in runs if run["status"] == "failed"]
+    notes += [*_mixed(runs), *missing, *(_failure(run) for run in runs if run["status"] == "failed")]
     rows = _with_best(rows)
     if published:
         added, remarks = _published(protocol, shots, ratio, source, groups, members, heads)
@@ -236,46 +208,6 @@ def render(table: Table | Sequence[Table], format: str = "text", *, width: int =
     raise unknown("format", format, FORMATS)
 
 
-# Reading
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DropleError(
-            f"{file} cannot be read ({error}): delete it and run the benchmark again."
-        ) from None
-
-
-def _check(record: dict[str, Any], file: Path) -> None:
-    """What a table rests on; the rest of a record is not its business."""
-    if record["schema"] != 1:
-        raise DropleError(
-            f"{file} has schema {record['schema']}, this drople reads 1: use the one that wrote it."
-        )
-    if record["protocol"] not in TITLES:
-        raise unknown(f"protocol in {file}", str(record["protocol"]), TITLES)
-    kinds: dict[str, Any] = {"dataset": str, "method": str, "label": str, "backbone": str, "seed": int}
-    kinds |= {"status": str, "shots": (int, type(None)), "ratio": (int, float, type(None))}
-    wrong = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
-    if record["status"] not in ("done", "failed"):
-        wrong.append("status")
-    elif record["status"] == "done" and not _sound(record.get("results")):
-        wrong.append("results")
-    elif record["protocol"] == "few-shot" and record.get("shots") is None:
-        wrong.append("shots")
-    if wrong:
-        raise DropleError(f"{file} is damaged ({', '.join(wrong)}): delete it and run the benchmark again.")
-
-
-def _sound(results: Any) -> bool:
-    if not isinstance(results, dict) or not all(isinstance(part, dict) for part in results.values()):
-        return False
-    shares = [part.get("accuracy") for part in results.values()]
-    return all(share is None or (isinstance(share, int | float) and 0 <= share <= 1) for share in shares)
-
-
 # From records to numbers
 
 
@@ -295,18 +227,57 @@ def _runs(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         known = runs.get(run)
         if known is None or known["status"] == "failed":
             runs[run] = record
-        elif record["status"] == "done" and _measures(record) != _measures(known):
-            raise DropleError(
-                f"the records hold two different results for {run[0]} on {run[1]} with seed {run[2]}: they "
-                "come from different benchmarks, so make a table of each folder for itself."
-            )
+        elif record["status"] == "done":
+            if not _agree(record, known):
+                differ = _differences(record, known)
+                raise DropleError(
+                    f"the records hold two different results for {run[0]} on {run[1]} with seed {run[2]}"
+                    f"{f' ({differ})' if differ else ''}: they come from different benchmarks, so give each its own "
+                    "--out, and make a table of each folder for itself."
+                )
+            # The same training, tested on other targets besides.
+            runs[run] = {**known, "results": {**known["results"], **record["results"]}}
     return list(runs.values())
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records of a run may both be true: of what both measured they say the same."""
+    first, second = _measures(one), _measures(other)
+    return all(first[key] == second[key] for key in first.keys() & second.keys())
+
+
+SETTINGS = ("epochs", "precision", "preset")
+
+
+def _setting(run: Mapping[str, Any], name: str) -> str:
+    """One of the settings that no label tells, in words."""
+    value = (run.get("options") or {}).get(name, run.get(name))
+    return "the usual" if value is None else str(value)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    both = {name: (_setting(other, name), _setting(one, name)) for name in SETTINGS}
+    return "; ".join(f"{name} {' and '.join(two)}" for name, two in both.items() if two[0] != two[1])
+
+
+def _mixed(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What makes runs of a row, or all of a dataset's, other than they seem."""
+    for label in dict.fromkeys(run["label"] for run in runs):
+        for name in SETTINGS:
+            found = sorted({_setting(run, name) for run in runs if run["label"] == label})
+            if len(found) > 1:
+                yield f"! {label}: runs that differ in {name} ({', '.join(found)}) are in one row."
+    for dataset in dict.fromkeys(run["dataset"] for run in runs):
+        own = (run.get("data") or {} for run in runs if run["dataset"] == dataset)
+        if len({data.get("fingerprint") for data in own if data.get("fingerprint")}) > 1:
+            yield f"! {dataset}: its images changed between some of the runs: rows are not of the same data."
 
 
 def _method_order(run: Mapping[str, Any]) -> tuple[bool, int, bool, str]:
     """As in the paper: what needs no training first, DroPLe last; the rows of an ablation as it has them."""
     rows = [row.label for table in ABLATIONS.values() for row in table]
-    place = rows.index(run["row"]) if run.get("row") in rows else -1
+    row = (run.get("row") or "").partition(" (")[0]  # without what --set changed
+    place = rows.index(row) if row in rows else -1
     return run["method"] != "zero-shot", place, run["method"].endswith("drople"), run["label"]
 
 

@@ -16,7 +16,7 @@ from drople.records import write_bytes
 from drople.report.benchmark_report import benchmark_page
 from drople.report.charts import swatch
 from drople.report.run_report import run_page
-from drople.tables import read_records
+from drople.run_records import read_records
 
 __all__ = ["write_report"]
 
