@@ -148,15 +148,30 @@ def test_predictions_take_paths_pictures_arrays_and_one_alone(
     image = Image.open(file)
     row = fitted.predict_proba(file)
     assert row.shape == (1, 3)
-    for same in (str(file), image, np.asarray(image), [file], (image,), [str(file)]):
+    many = (iter([file]), np.array([str(file)]), np.asarray(image)[None], (data / "test/red").glob(file.name))
+    for same in (str(file), image, np.asarray(image), [file], (image,), [str(file)], *many):
         np.testing.assert_array_equal(fitted.predict_proba(same), row)
     assert fitted.predict_proba([]).shape == (0, 3) and fitted.predict([]) == []
     assert as_sources(file) == [file]
+    assert fitted.predict(file, (c for c in ("zebra", "red"))) == fitted.predict(file, ["zebra", "red"])
+    with pytest.raises(DropleError, match="classes is one text, 'zebra'"):
+        fitted.predict(file, "zebra")
     (tmp_path / "bad.jpg").write_text("no image", "utf-8")
     with pytest.raises(DropleError, match=r"bad\.jpg"):
         fitted.predict([file, tmp_path / "bad.jpg"])
     good, rows = fitted.readable_proba([tmp_path / "bad.jpg", file])
     assert good == [1] and np.array_equal(rows, row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_on_a_backbone_that_was_given_loads_in_its_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    given = Backbone.load(tiny_checkpoint()).to("cpu", dtype)
+    one = PromptLearner(given, epochs=1, device="cpu").fit(pairs(count=2))
+    one.save(tmp_path)
+    again = PromptLearner.load(tmp_path, device="cpu")
+    assert again.backbone_.dtype == dtype
+    probe = [picture("red", 60)]
+    np.testing.assert_array_equal(again.predict_proba(probe), one.predict_proba(probe))
 
 
 def test_temperature_calibrates_probabilities_and_changes_no_answer(

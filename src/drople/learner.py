@@ -8,13 +8,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from drople import __version__, metrics
@@ -23,7 +24,7 @@ from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
 from drople.data.images import MANY_FILES, decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
-from drople.errors import DropleError, unknown
+from drople.errors import DropleError, OtherSettings, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
 from drople.methods.base import TowerMethod, TrainingData, frozen_classes
 from drople.options import build, check_range, names
@@ -47,6 +48,8 @@ CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
 ROOM = 8 / 7
 # Of many pictures a GPU gets more at a time: layer after layer is asked for by a Python that hands over pictures too.
 ENCODE_BATCH, MANY_BATCH = 64, 256
+EMPTY: Mapping[str, Any] = {}
+NUMBERS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 # What a run cannot be loaded without.
 CONFIG_FIELDS: dict[str, type] = {
     "backbone": str,
@@ -182,7 +185,8 @@ class PromptLearner:
         if images.val:
             self.method_.select(lambda: self._batches(images.val))
         dtype = str(self.backbone_.dtype).removeprefix("torch.")
-        self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained, "dtype": dtype}
+        self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained}
+        self.metrics_ |= {"dtype": dtype, "device": self.backbone_.device.type}
         if folder is not None and training.accelerator.is_main_process:
             self.save(folder)
             training.finish()
@@ -254,7 +258,7 @@ class PromptLearner:
             before = read_json(there)
             changed = [n for n in config if config[n] != before.get(n)]
             if changed:
-                raise DropleError(
+                raise OtherSettings(
                     f"{folder} was begun with other settings ({', '.join(changed)} differ): give the same ones to "
                     "resume, or another --out."
                 )
@@ -266,8 +270,10 @@ class PromptLearner:
         if folder.exists() and not folder.is_dir():
             raise DropleError(f"{folder} is a file: give --out a folder.")
 
-    def _set_up(self, config: Mapping[str, Any], method_options: Mapping[str, Any]) -> None:
-        """Backbone and method as the config says, untrained."""
+    def _set_up(
+        self, config: Mapping[str, Any], method_options: Mapping[str, Any], saved: Mapping[str, Any] = EMPTY
+    ) -> None:
+        """Backbone and method as the config says, untrained; a run that was saved in the numbers it had there."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -285,6 +291,8 @@ class PromptLearner:
             raise unknown("precision", self.precision, DTYPES)
         if self.precision != "auto":
             dtype = DTYPES[self.precision]
+        elif saved.get("device") == place.type and saved.get("dtype") in NUMBERS:
+            dtype = NUMBERS[saved["dtype"]]
         elif given is not None and given.device == place:
             dtype = given.dtype  # somebody else may need it as it is
         else:
@@ -362,13 +370,14 @@ class PromptLearner:
 
     # Answering -------------------------------------------------------------------------------------
 
-    def predict(self, images: Any, classes: Sequence[str] | None = None) -> list[str]:
+    def predict(self, images: Any, classes: Iterable[str] | None = None) -> list[str]:
         """The most likely class of each image; `classes` may be others than those trained on."""
         self._check_fitted()
-        named = self.classes_ if classes is None else tuple(classes)
+        classes = as_classes(classes)
+        named = self.classes_ if classes is None else classes
         return [named[k] for k in self.predict_proba(images, classes).argmax(1)]
 
-    def predict_proba(self, images: Any, classes: Sequence[str] | None = None) -> np.ndarray:
+    def predict_proba(self, images: Any, classes: Iterable[str] | None = None) -> np.ndarray:
         """Calibrated probabilities [N, K], in the order of `classes_` (or of `classes`).
 
         An image that cannot be read raises; `readable_proba` skips it instead.
@@ -376,16 +385,16 @@ class PromptLearner:
         return self._proba(as_sources(images), classes, strict=True)[1]
 
     def readable_proba(
-        self, images: Any, classes: Sequence[str] | None = None
+        self, images: Any, classes: Iterable[str] | None = None
     ) -> tuple[list[int], np.ndarray]:
         """Which images could be read, and their probabilities; the others are said, or with `strict` raised."""
         return self._proba(as_sources(images), classes, strict=self.strict)
 
     def _proba(
-        self, sources: list[ImageSource], classes: Sequence[str] | None, strict: bool
+        self, sources: list[ImageSource], classes: Iterable[str] | None, strict: bool
     ) -> tuple[list[int], np.ndarray]:
         self._check_fitted()
-        words = self.words_ if classes is None else tuple(classes)
+        words = as_classes(classes) or self.words_
         if len(set(words)) < 2:
             raise DropleError("prediction needs two or more different classes to choose from.")
         if not sources:
@@ -572,7 +581,7 @@ class PromptLearner:
             progress=progress,
         )
         learner.options = {**config["options"], **config["training"]}
-        learner._set_up(config, config["options"])
+        learner._set_up(config, config["options"], read_json(folder / METRICS))
         return learner._restore(folder)
 
     def _restore(self, folder: Path) -> "PromptLearner":
@@ -660,7 +669,15 @@ def file_name(image: ImageSource, root: Path | None) -> str | None:
 
 
 def as_sources(images: Any) -> list[ImageSource]:
-    """One image or many."""
-    if isinstance(images, str | Path) or not isinstance(images, Sequence):
+    """One image or many: of arrays, one of numbers is a picture, and any other a list of what it holds."""
+    picture = isinstance(images, np.ndarray) and images.dtype.kind not in "OU" and images.ndim != 4
+    if picture or isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable):
         return [images]
     return list(images)
+
+
+def as_classes(classes: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Other classes to choose from, each in words."""
+    if isinstance(classes, str):
+        raise DropleError(f"classes is one text, {classes!r}: give a list of two or more.")
+    return None if classes is None else tuple(classes)
