@@ -438,3 +438,26 @@ def test_eurosat(shared: Path, tmp_path: Path) -> None:
     images, good, bad = decode([example.image for example in shots], 32, 3)
     assert images.shape == (40, 3, 32, 32) and good == list(range(40)) and not bad
     assert images.float().std() > 10
+
+
+def test_pictures_of_other_kinds_are_counted(tmp_path: Path) -> None:
+    for name in ("cat/1.png", "dog/1.png"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    for name in ("cat/2.HEIC", "cat/3.heic", "dog/2.avif", "dog/.4.heic"):
+        (tmp_path / name).touch()
+    (note,) = (note for note in load_data(tmp_path).notes if "convert" in note)
+    assert "1 .avif, 2 .heic" in note
+    for name in ("cat/1.png", "dog/1.png"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DropleError, match=r"but 1 \.avif, 2 \.heic"):
+        load_data(tmp_path)
+
+
+def test_a_split_beside_classes_is_a_class_and_said(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "test/cat"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "1.png")
+    data = load_data(tmp_path)
+    assert data.classes == ("cat", "dog", "test")
+    assert any("test taken for a class" in note for note in data.notes)

@@ -163,6 +163,13 @@ def test_predictions_take_paths_pictures_arrays_and_one_alone(
     assert good == [1] and np.array_equal(rows, row)
 
 
+def test_the_run_s_own_classes_are_asked_for_in_their_words(data: Path) -> None:
+    words = {"red": "a tomato", "green": "some grass", "blue": "the sea"}
+    one = PromptLearner(tiny_checkpoint(), epochs=1).fit(data, classnames=words)
+    images = [picture(colour, 70) for colour in BASE]
+    np.testing.assert_array_equal(one.predict_proba(images, one.classes_), one.predict_proba(images))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_on_a_backbone_that_was_given_loads_in_its_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     given = Backbone.load(tiny_checkpoint()).to("cpu", dtype)

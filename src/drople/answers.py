@@ -29,7 +29,8 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+            seen = (p for p in path.rglob("*") if not p.name.startswith("."))
+            inside = sorted(p for p in seen if p.suffix.lower() in EXTENSIONS and p.is_file())
             if not inside:
                 raise DropleError(f"the folder {path} holds no images.")
             files += inside

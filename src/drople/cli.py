@@ -23,6 +23,7 @@ app = App(
     "Start with `drople demo`, then `drople fit PHOTOS --out RUN`, where PHOTOS has one folder a class.",
     help_format="markdown",
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,  # `main` says what becomes of the work
 )
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON, and nothing else, to standard output")]
@@ -132,7 +133,9 @@ def predict(
 
     learner = PromptLearner.load(run, device=device, progress=Terminal())
     learner.strict = strict
-    names = None if classes is None else [c.strip() for c in classes.split(",") if c.strip()]
+    given = None if classes is None else (c.strip() for c in classes.split(","))
+    # A class that is named twice would share its probability with itself.
+    names = None if given is None else list(dict.fromkeys(c for c in given if c))
     found = predictions(learner, images, names, top)
     if json:
         print_json(found)

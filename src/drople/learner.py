@@ -394,7 +394,9 @@ class PromptLearner:
         self, sources: list[ImageSource], classes: Iterable[str] | None, strict: bool
     ) -> tuple[list[int], np.ndarray]:
         self._check_fitted()
-        words = as_classes(classes) or self.words_
+        known = dict(zip(self.classes_, self.words_, strict=True))
+        named = as_classes(classes)
+        words = self.words_ if named is None else tuple(known.get(name, name) for name in named)
         if len(set(words)) < 2:
             raise DropleError("prediction needs two or more different classes to choose from.")
         if not sources:

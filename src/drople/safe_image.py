@@ -31,6 +31,10 @@ EXTENSIONS = frozenset(
     (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif")
     + (".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
+# Pictures of kinds that are not read here.
+OTHER_EXTENSIONS = frozenset(
+    (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
+)
 
 _PILLOW_NOISE = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _ORIENTATION = 0x0112

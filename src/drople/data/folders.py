@@ -1,12 +1,13 @@
 """A folder of class folders, perhaps in train, val and test, as rows."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from drople.data.rows import LAYOUT, Row, class_name, split_name
 from drople.errors import DropleError
-from drople.safe_image import EXTENSIONS
+from drople.safe_image import EXTENSIONS, OTHER_EXTENSIONS
 
 
 def read_folder(root: Path, notes: list[str]) -> list[Row]:
@@ -29,21 +30,32 @@ def read_folder(root: Path, notes: list[str]) -> list[Row]:
         class_folders = [(name, each) for folder, name in splits.items() for each in inside[folder][0]]
     else:
         class_folders = [("train", each) for each in folders]
+        if splits:
+            names = " and ".join(folder.name for folder in splits)
+            notes.append(
+                f"{names} taken for a class, standing beside class folders; as a split it needs a train folder"
+            )
         if loose:
             notes.append(f"images directly in {root.name}, outside the class folders, are ignored")
     rows: list[Row] = []
+    other: Counter[str] = Counter()
     for split, folder in class_folders:
-        found_images = sorted(_images_under(folder, root), key=lambda image: image.as_posix())
+        found_images = sorted(_images_under(folder, root, other), key=lambda image: image.as_posix())
         rows += [(split, image, class_name(folder.name)) for image in found_images]
         if not found_images:
             notes.append(f"the folder {folder.relative_to(root)} holds no images")
+    unread = ", ".join(f"{count} {kind}" for kind, count in sorted(other.items()))
+    if unread:
+        notes.append(f"pictures of kinds not read here: {unread}; convert them to JPEG or PNG to use them")
     if not rows:
-        raise DropleError(f"no images found in the class folders of {root}. {LAYOUT}")
+        found = f" (but {unread}, which are not read here: convert them to JPEG or PNG)" if unread else ""
+        raise DropleError(f"no images found in the class folders of {root}{found}. {LAYOUT}")
     return rows
 
 
-def _images_under(folder: Path, root: Path) -> Iterator[Path]:
-    """The images anywhere below a class folder, links followed but no folder entered twice."""
+def _images_under(folder: Path, root: Path, other: Counter[str]) -> Iterator[Path]:
+    """The images anywhere below a class folder, links followed but no folder entered twice; pictures of `other` kinds
+    are counted."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(error) from None
@@ -57,6 +69,8 @@ def _images_under(folder: Path, root: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        kinds = (os.path.splitext(name)[1].lower() for name in files if not name.startswith("."))
+        other.update(kind for kind in kinds if kind in OTHER_EXTENSIONS)
         yield from (Path(here, name) for name in files if _is_image(name))
 
 
