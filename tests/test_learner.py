@@ -163,6 +163,18 @@ def test_predictions_take_paths_pictures_arrays_and_one_alone(
     assert good == [1] and np.array_equal(rows, row)
 
 
+def test_copies_of_training_images_among_the_test_images_are_counted(tmp_path: Path) -> None:
+    folder, heard = splits(tmp_path / "colours"), Listener()
+    one = learner(progress=heard, epochs=1).fit(folder)
+    one.evaluate(folder)
+    assert not any("trained on" in line for line in heard.lines)
+    copies = list((folder / "train/red").iterdir())[:2]
+    for file in copies:
+        (folder / "test/red" / f"copy-{file.name}").write_bytes(file.read_bytes())
+    images = one.evaluate(folder)["images"]
+    assert any(f"2 of the {images} images of test were trained on" in line for line in heard.lines)
+
+
 def test_the_run_s_own_classes_are_asked_for_in_their_words(data: Path) -> None:
     words = {"red": "a tomato", "green": "some grass", "blue": "the sea"}
     one = PromptLearner(tiny_checkpoint(), epochs=1).fit(data, classnames=words)

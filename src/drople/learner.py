@@ -434,6 +434,7 @@ class PromptLearner:
         self._check_fitted()
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
         examples, name = self._held_out(images, split)
+        self._say_trained(examples, name)
         known = {c: k for k, c in enumerate(self.classes_)}
         ours = choices == "auto" and all(c in known for c in images.classes)
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
@@ -484,7 +485,7 @@ class PromptLearner:
             return images.split(split), split
         if images.test:
             return images.test, "test"
-        trained = {known_by for *_, known_by in self.config_["samples"]}
+        trained = self._trained
         everything = [*images.train, *images.val, *(e for part in images.extra.values() for e in part)]
         rest = tuple(e for e in everything if fingerprint(e.image) not in trained)
         if not rest:
@@ -492,6 +493,21 @@ class PromptLearner:
         left_out = len(everything) - len(rest)
         name = f"all but the {left_out} images trained on" if left_out else "all images"
         return rest, name
+
+    @property
+    def _trained(self) -> set[str]:
+        """What the images trained on are known by."""
+        return {known_by for *_, known_by in self.config_["samples"]}
+
+    def _say_trained(self, examples: Sequence[Example], name: str) -> None:
+        """A copy of a training image says nothing about new ones. Of very many images it is not asked: every file
+        would be read twice."""
+        trained = self._trained
+        count = len(examples) < MANY_FILES and sum(fingerprint(e.image) in trained for e in examples)
+        if count:
+            self.progress.say(
+                f"{count} of the {len(examples)} images of {name} were trained on: the accuracy is too good by them"
+            )
 
     def _logits(
         self, sources: Sequence[ImageSource], words: tuple[str, ...], what: str
