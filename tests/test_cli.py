@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import Answer, drople, own_folder, picture, pictures, splits, tiny_checkpoint
 
+from drople.answers import print_evaluation, print_predictions
 from drople.methods import REGISTRY
 from drople.methods.drople import DroPLe
 
@@ -371,3 +372,14 @@ def test_a_terminal_sees_a_bar_with_losses_and_a_program_does_not(data: Path, tm
     assert json.loads(out)["evaluation"]["images"] == 18
     text = shown.decode("utf-8", "replace")
     assert "training drople" in text and "accuracy" in text and "0:00:" in text
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """A split's name is no markup, and in a pipe a long path is not folded."""
+    shares = {"accuracy": 0.5, "zero_shot_accuracy": 0.25, "ece": 0.1, "ece_uncalibrated": 0.2}
+    print_evaluation({"images": 2, "split": "test_[/x]", "per_class": {}, **shares})
+    assert "2 images of test_[/x]" in capsys.readouterr().out
+    path = "a folder/" * 30 + "a.jpg"
+    answer = {"class": "cat", "probability": 0.75}
+    print_predictions([{"path": path, **answer, "top": [answer]}])
+    assert path in capsys.readouterr().out

@@ -14,6 +14,8 @@ from drople.errors import DropleError
 if TYPE_CHECKING:
     from drople.learner import PromptLearner
 
+UNFOLDED = 100_000  # columns
+
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
@@ -65,7 +67,8 @@ def print_predictions(rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(
             Text(row["path"]), Text(row["class"], "bold"), percent(row["probability"]), Text(others, "dim")
         )
-    Console().print(table)
+    # In a file or a pipe nobody looks at the width, and a folded path cannot be searched for.
+    Console(width=None if Console().is_terminal else UNFOLDED).print(table)
 
 
 # Fit and evaluate ----------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ def accuracy_table(result: dict[str, Any]) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
-        title=f"{result['images']} images of {result['split']}",
+        title=Text(f"{result['images']} images of {result['split']}", "table.title"),
         title_justify="left",
     )
     table.add_column("")

@@ -14,7 +14,7 @@ def few_shot(examples: Iterable[Example], shots: int | None, seed: int) -> list[
     The draw of a class hangs on the seed and that class alone, and fewer shots are the beginning of more.
     """
     if shots is not None and shots < 1:
-        raise DropleError(f"shots must be 1 or more, or None for every image, not {shots}.")
+        raise DropleError(f"shots must be 1 or more, or all (in Python None), not {shots}.")
     return [
         example
         for label, members in by_label(examples).items()
