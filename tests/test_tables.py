@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -531,3 +533,8 @@ class TestReading:
         (tmp_path / "run.json").write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(DropleError, match=r"run\.json cannot be read"):
             read_records([tmp_path])
+
+
+def test_tables_need_no_torch():
+    code = "import sys, drople.tables, drople.run_records; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -153,7 +153,7 @@ class PromptLearner:
         if folder is not None and resume and (folder / METRICS).exists():
             self.progress.say(f"{folder} is finished already: nothing to train")
             (folder / CHECKPOINT).unlink(missing_ok=True)
-            return self._restore(folder)
+            return self._restore(folder, read_json(folder / METRICS))
         training = Training(
             self.method_,
             self._training_data(chosen if self.method_.learns else ()),
@@ -434,7 +434,6 @@ class PromptLearner:
         self._check_fitted()
         images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
         examples, name = self._held_out(images, split)
-        self._say_trained(examples, name)
         known = {c: k for k, c in enumerate(self.classes_)}
         ours = choices == "auto" and all(c in known for c in images.classes)
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
@@ -481,11 +480,16 @@ class PromptLearner:
         return learned, zero_shot, good
 
     def _held_out(self, images: ImageData, split: str | None) -> tuple[tuple[Example, ...], str]:
-        if split is not None:
-            return images.split(split), split
-        if images.test:
-            return images.test, "test"
-        trained = self._trained
+        trained = {known_by for *_, known_by in self.config_["samples"]}
+        if split is not None or images.test:
+            name = split or "test"
+            examples = images.split(name)
+            # Of very many it is not asked: every file would be read twice.
+            copies = len(examples) < MANY_FILES and sum(fingerprint(e.image) in trained for e in examples)
+            if copies:
+                what = f"{copies} of the {len(examples)} images of {name}"
+                self.progress.say(f"{what} were trained on: the accuracy is too good by them")
+            return examples, name
         everything = [*images.train, *images.val, *(e for part in images.extra.values() for e in part)]
         rest = tuple(e for e in everything if fingerprint(e.image) not in trained)
         if not rest:
@@ -493,21 +497,6 @@ class PromptLearner:
         left_out = len(everything) - len(rest)
         name = f"all but the {left_out} images trained on" if left_out else "all images"
         return rest, name
-
-    @property
-    def _trained(self) -> set[str]:
-        """What the images trained on are known by."""
-        return {known_by for *_, known_by in self.config_["samples"]}
-
-    def _say_trained(self, examples: Sequence[Example], name: str) -> None:
-        """A copy of a training image says nothing about new ones. Of very many images it is not asked: every file
-        would be read twice."""
-        trained = self._trained
-        count = len(examples) < MANY_FILES and sum(fingerprint(e.image) in trained for e in examples)
-        if count:
-            self.progress.say(
-                f"{count} of the {len(examples)} images of {name} were trained on: the accuracy is too good by them"
-            )
 
     def _logits(
         self, sources: Sequence[ImageSource], words: tuple[str, ...], what: str
@@ -599,12 +588,12 @@ class PromptLearner:
             progress=progress,
         )
         learner.options = {**config["options"], **config["training"]}
-        learner._set_up(config, config["options"], read_json(folder / METRICS))
-        return learner._restore(folder)
-
-    def _restore(self, folder: Path) -> "PromptLearner":
-        """What was learned, into the method that was set up for it."""
         saved = read_json(folder / METRICS)
+        learner._set_up(config, config["options"], saved)
+        return learner._restore(folder, saved)
+
+    def _restore(self, folder: Path, saved: dict[str, Any]) -> "PromptLearner":
+        """What was learned, into the method that was set up for it."""
         tensors, _ = read_tensors(folder / PROMPTS)
         try:
             self.method_.load_learned(tensors)

@@ -25,7 +25,7 @@ def read_records(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
             raise DropleError(f"{path} does not exist: give the folder that drople benchmark wrote to.")
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             content = _content(file)
-            if isinstance(content, dict) and {"schema", "protocol", "status"} <= content.keys():
+            if _is_record(content):
                 _check(content, file)
                 found[file.resolve()] = content
     if not found:
@@ -39,10 +39,14 @@ def read_records(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 def read_record(file: Path) -> dict[str, Any]:
     """The record in a file that has no other business than to be one."""
     content = _content(file)
-    if not isinstance(content, dict) or not {"schema", "protocol", "status"} <= content.keys():
+    if not _is_record(content):
         raise DropleError(f"{file} is no record of a run: delete it and run the benchmark again.")
     _check(content, file)
     return content
+
+
+def _is_record(content: Any) -> bool:
+    return isinstance(content, dict) and {"schema", "protocol", "status"} <= content.keys()
 
 
 def _content(file: Path) -> Any:

@@ -15,7 +15,7 @@ from drople.data.dataset import DataSource, ImageData
 from drople.errors import DropleError, unknown
 from drople.export.check import TOLERANCE, Agreement, compare, own_answers, pictures_to_check
 from drople.export.hub import write_hub
-from drople.learner import CONFIG, PromptLearner
+from drople.learner import CONFIG, METRICS, PromptLearner
 from drople.progress import Progress
 from drople.records import read_json, write_bytes, write_json
 
@@ -127,4 +127,4 @@ def _reloaded(folder: Path, original: PromptLearner) -> PromptLearner:
     config = read_json(folder / CONFIG)
     learner = PromptLearner(original.backbone_, config["method"], device="cpu", precision="float32")
     learner._set_up(config, config["options"])
-    return learner._restore(folder)
+    return learner._restore(folder, read_json(folder / METRICS))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drople.ablations import PAPER
 from drople.backbone import Backbone, Sentences
 from drople.backbone.walk import Updates
 from drople.lora import LoRA
@@ -32,15 +33,6 @@ from drople.prototypes import Prototypes
 from drople.regulariser import RELEASED, DropleOptions
 
 TEMPLATE, WORDS = "template", "a photo of a"
-# What our default changes of what paper and released code share; ablations stand on this, without the paper's
-# supplementary tokens, which cost novel classes.
-PAPER: Mapping[str, Any] = {
-    "text_length": 4,
-    "visual_depth": 6,
-    "coupled": False,
-    "prototypes": 0.0,
-    "l2": 0.0,
-}
 
 
 @dataclass(frozen=True)
