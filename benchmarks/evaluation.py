@@ -6,15 +6,18 @@ Distinct pictures of ImageNet's usual size are written once and their paths repe
 apart: decoding in as many processes as our reader has (which send nothing back), decoding by our reader, pixels on
 their way to the GPU, the towers on images that are there (learned and zero-shot, as `evaluate` runs both), and
 `evaluate` whole. Whole over the longest of decoding (the faster of both), way and towers is what Python adds.
+
+A machine that is lent does not keep its speed for minutes, so all of it is timed twice, the second time backwards.
+How much of the cores `evaluate` has, and what part of that its own process and not the decoders, is printed too.
 """
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -55,22 +58,22 @@ def decode_some(paths: list[Path], size: int, resample: int) -> int:
     return sum(square(open_image(path), size, resample).shape[0] == 3 for path in paths)
 
 
-@contextmanager
-def timed(times: dict[str, float], what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    times[what] = time.perf_counter() - start
-    print(f"{what:42s} {times[what]:8.2f} s", flush=True)
+def cores(before: os.times_result, after: os.times_result) -> tuple[float, float]:
+    """Seconds of all cores that this process had, and the processes that it started and ended."""
+    own = after.user + after.system - before.user - before.system
+    others = after.children_user + after.children_system - before.children_user - before.children_system
+    return own, others
 
 
 def gpu_alone(learner: PromptLearner, words: tuple[str, ...], images: int) -> None:
     """Both branches on `images` images, a batch at a time, all of them there already."""
     backbone, method = learner.backbone_, learner.method_
     size, device = backbone.pixels.size, backbone.device
-    batch = torch.randint(0, 256, (MANY_BATCH, 3, size, size), dtype=torch.uint8, device=device)
+    count = min(MANY_BATCH, images)
+    batch = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, device=device)
     learned, frozen = learner.class_weights(words), learner.class_weights(words, learned=False)
     with torch.no_grad():
-        for _ in range(0, images, MANY_BATCH):
+        for _ in range(0, images, count):
             pixels = normalise(batch, backbone.pixels, backbone.dtype)
             for logits in (
                 method.logits(pixels, learned),
@@ -113,7 +116,7 @@ def main() -> None:
     parser.add_argument("--backbone", default="shape:vit-b-16")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
-    name, times = given.backbone, dict[str, float]()
+    name, times = given.backbone, dict[str, list[float]]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(THREADS) as pool:
         numbers = range(min(DISTINCT, given.images))
         files = list(pool.map(lambda number: draw(Path(folder), number), numbers))
@@ -123,33 +126,50 @@ def main() -> None:
         torch.manual_seed(0)
         backbone = shape_backbone(name) if name.startswith(PREFIX) else Backbone.load(name)
         side, resample = backbone.pixels.size, backbone.pixels.resample
-        # Before the GPU is touched, which processes cannot share by forking.
+        words = class_names(given.classes)
+        train = tuple(Example(paths[k % len(paths)], k) for k in range(len(words)))
+        test = tuple(Example(path, n % len(words)) for n, path in enumerate(paths))
+        data = ImageData(words, words, train, test=test)
         chunks = [paths[n : n + ENCODE_BATCH] for n in range(0, len(paths), ENCODE_BATCH)]
         with ProcessPoolExecutor(THREADS, get_context("fork")) as processes:
-            list(processes.map(abs, range(THREADS)))  # they start at the first thing to do
-            with timed(times, f"decoding, {THREADS} processes"):
+            # They start at the first thing to do: before the GPU is touched, which cannot be shared by forking.
+            list(processes.map(abs, range(THREADS)))
+            learner = PromptLearner(backbone, device=given.device, epochs=1)
+            learner.fit(ImageData(words, words, train), shots=1)
+            check(learner, files[: 3 * ENCODE_BATCH], words)
+            send_alone(learner, MANY_BATCH)
+            gpu_alone(learner, words, MANY_BATCH)
+
+            def decode_alone() -> None:
                 done = processes.map(decode_some, chunks, [side] * len(chunks), [resample] * len(chunks))
                 assert sum(done) == len(paths)
-        with timed(times, "decoding, our reader"):
-            for _ in decode_batches(paths, side, resample, MANY_BATCH):
-                pass
-        words = class_names(given.classes)
-        labels = [n % len(words) for n in range(len(paths))]
-        train = tuple(Example(paths[k % len(paths)], k) for k in range(len(words)))
-        test = tuple(Example(path, label) for path, label in zip(paths, labels, strict=True))
-        learner = PromptLearner(backbone, device=given.device, epochs=1)
-        learner.fit(ImageData(words, words, train), shots=1)
-        send_alone(learner, MANY_BATCH)
-        with timed(times, "pixels to the device"):
-            send_alone(learner, given.images)
-        gpu_alone(learner, words, MANY_BATCH)
-        with timed(times, "towers alone, learned and zero-shot"):
-            gpu_alone(learner, words, given.images)
-        data = ImageData(words, words, train, test=test)
-        with timed(times, "evaluate, whole"):
-            learner.evaluate(data)
-        check(learner, files[: 3 * ENCODE_BATCH], words)
-    processes_alone, reader, way, towers, whole = times.values()
+
+            def read() -> None:
+                for _ in decode_batches(paths, side, resample, MANY_BATCH):
+                    pass
+
+            def evaluate() -> None:
+                before, start = os.times(), time.perf_counter()
+                learner.evaluate(data)
+                own, others = cores(before, os.times())
+                share = (own + others) / THREADS / (time.perf_counter() - start)
+                print(
+                    f"{share:.0%} of the cores, of it {own / (own + others):.0%} by the process that evaluates"
+                )
+
+            timed: list[tuple[str, Callable[[], None]]] = [
+                (f"decoding, {THREADS} processes", decode_alone),
+                ("decoding, our reader", read),
+                ("pixels to the device", lambda: send_alone(learner, given.images)),
+                ("towers alone, learned and zero-shot", lambda: gpu_alone(learner, words, given.images)),
+                ("evaluate, whole", evaluate),
+            ]
+            for what, do in timed + timed[::-1]:
+                start = time.perf_counter()
+                do()
+                times.setdefault(what, []).append(time.perf_counter() - start)
+                print(f"{what:42s} {times[what][-1]:8.2f} s", flush=True)
+    processes_alone, reader, way, towers, whole = map(statistics.mean, times.values())
     parts = {"decoding": min(processes_alone, reader), "the way to the device": way, "the towers": towers}
     bound = max(parts, key=lambda part: parts[part])
     print(f"bound: {bound}; whole over it {whole / parts[bound]:.2f}; our reader over processes ", end="")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,16 @@ DIES_OF_SOME = """
 import os, drople.safe_image as safe
 real = safe.open_image
 safe.open_image = lambda path: os._exit(1) if "deadly" in path else real(path)
+safe.serve()
+"""
+FIRST_WAITS_FOR_A_SIGN = """
+import os, sys, time, drople.safe_image as safe
+real = safe.open_image
+def waiting(path):
+    while sys.argv[1] == "0" and not os.path.exists(os.path.dirname(path) + "/go"):
+        time.sleep(0.01)
+    return real(path)
+safe.open_image = waiting
 safe.serve()
 """
 GREETS_AND_DIES = "import sys; sys.stdout.write('ready'); sys.stdout.flush(); sys.stdin.buffer.read(4)"
@@ -89,6 +100,23 @@ def test_begun_ahead_and_finished_in_order(two: Decoders, tmp_path: Path) -> Non
                     assert np.array_equal(answer, slow(path))
 
 
+def test_who_is_done_is_asked_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "SERVE", FIRST_WAITS_FOR_A_SIGN)
+    paths, made = [picture(tmp_path, f"{n}.png", n) for n in range(6)], Decoders(2, SIZE, 3, PLACES)
+    held_up, free = made.all
+    made.begin(paths[:4])
+    assert made.begun[-1] == [held_up, free, held_up, free]
+    end = time.monotonic() + 60
+    while free.waiting() and time.monotonic() < end:
+        time.sleep(0.01)
+    made.begin(paths[4:])
+    assert made.begun[-1] == [free, free] and held_up.waiting() == 2
+    (tmp_path / "go").touch()
+    answers = [answer.copy() for _ in range(2) for answer in made.finish()]
+    assert all(np.array_equal(answer, slow(path)) for path, answer in zip(paths, answers, strict=True))
+    made.close()
+
+
 def test_one_that_was_killed_is_replaced(two: Decoders, tmp_path: Path) -> None:
     path = picture(tmp_path, "a.png")
     for _ in range(4):
@@ -154,6 +182,15 @@ def test_where_the_system_refuses_processes_this_one_decodes(
     for _ in range(3):
         assert np.array_equal(one(none, path), slow(path))
     none.close()
+    # Where it refuses some, those that it gave do their part.
+    monkeypatch.undo()
+    some = Decoders(2, SIZE, 3, PLACES)
+    some.all[0].close()
+    some.all[0].process = None
+    some.begin([path] * 4)
+    assert some.begun[-1] == some.all * 2
+    assert all(np.array_equal(answer, slow(path)) for answer in some.finish())
+    some.close()
 
 
 def test_no_code_beside_the_pictures_is_run(

@@ -117,11 +117,27 @@ GREETING = b"ready"
 NICE = 5  # who has the pictures to work with goes first: all cores may be decoding
 
 
+class Shared:
+    """Memory of several processes: how many pictures each of them is done with, then places for pictures."""
+
+    HEAD = 4096
+
+    def __init__(self, memory: int, size: int) -> None:
+        self.memory, self.size = memory, size
+        shared = mmap.mmap(memory, 0)
+        self.done = np.frombuffer(shared, np.int64, self.HEAD // 8)
+        self.squares = np.frombuffer(shared, np.uint8, offset=self.HEAD).reshape(-1, 3, size, size)
+
+    @classmethod
+    def length(cls, places: int, size: int) -> int:
+        return cls.HEAD + places * 3 * size * size
+
+
 def serve() -> None:
     """The other end of `data/decoders.py`: paths in, squares into the memory of both, until nobody asks."""
-    size, resample, memory = map(int, sys.argv[1:])
+    number, memory, size, resample = map(int, sys.argv[1:])
     os.nice(NICE)
-    squares = np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(-1, 3, size, size)
+    shared = Shared(memory, size)
     asked, says = sys.stdin.buffer, sys.stdout.buffer
     says.write(GREETING)
     says.flush()
@@ -132,8 +148,9 @@ def serve() -> None:
             reason = answer.reason.encode("utf-8", "backslashreplace")
             says.write(SAID.pack(len(reason)) + reason)
         else:
-            squares[place] = answer
+            shared.squares[place] = answer
             says.write(SAID.pack(0))
+        shared.done[number] += 1
         says.flush()
 
 

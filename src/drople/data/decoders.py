@@ -2,23 +2,24 @@
 
 Threads share Python's lock: on sixteen cores they wait for it longer than they decode, and who asks a GPU for its next
 layers waits with them. So nobody here has a thread: a process is asked for its pictures long before they are wanted,
-writes each where it is looked for, and says so. One that dies of a picture costs that picture, not the run.
+writes each where it is looked for, and says so. Who is done with more is asked for more. One that dies of a picture
+costs that picture, not the run.
 """
 
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from drople.safe_image import ASKED, GREETING, SAID, BadImage, attempt
+from drople.safe_image import ASKED, GREETING, SAID, BadImage, Shared, attempt
 
 SERVE = "from drople.safe_image import serve; serve()"
 # glibc gives the memory of each picture back and asks for it at the next: a fifth of the time of decoding.
@@ -28,22 +29,24 @@ KEEP = {f"MALLOC_{what}_THRESHOLD_": str(32 << 20) for what in ("MMAP", "TRIM")}
 class Decoder:
     """One process, and what it was asked for: it answers in that order. Where none can be started, this one does it."""
 
-    def __init__(self, squares: np.ndarray, resample: int, memory: int) -> None:
-        self.squares, self.resample, self.memory = squares, resample, memory
+    def __init__(self, number: int, shared: Shared, resample: int) -> None:
+        self.number, self.shared, self.resample = number, shared, resample
+        self.size, self.squares = shared.size, shared.squares
         self.asked: deque[tuple[int, str | Path]] = deque()
         self._start()
 
     def _start(self) -> None:
-        size, self.greeted = self.squares.shape[-1], False
+        self.greeted, self.sent, self.shared.done[self.number] = False, 0, 0
         self.process: subprocess.Popen[bytes] | None = None
+        given = (self.number, self.shared.memory, self.size, self.resample)
         with suppress(OSError):
             self.process = subprocess.Popen(
                 # -P: a file beside the pictures may have the name of a module.
-                [sys.executable, "-P", "-c", SERVE, str(size), str(self.resample), str(self.memory)],
+                [sys.executable, "-P", "-c", SERVE, *map(str, given)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(self.memory,),
+                pass_fds=(self.shared.memory,),
                 env={**os.environ, **KEEP},
             )
 
@@ -52,13 +55,17 @@ class Decoder:
         self.asked.extend(wanted)
         self._send(wanted)
 
+    def waiting(self) -> int:
+        """How many pictures it was asked for and has not come to yet."""
+        return self.sent - int(self.shared.done[self.number])
+
     def answer(self) -> np.ndarray | BadImage:
         """The first picture that was asked for, or what is wrong with it."""
         place, path = self.asked[0]
         said = self._listen()
         if said is None and not self.greeted:
             self.asked.popleft()
-            return attempt(path, self.squares.shape[-1], self.resample)
+            return attempt(path, self.size, self.resample)
         if said is None:
             # Perhaps it was somebody else who ended it, so this picture is asked for twice.
             self._again()
@@ -74,7 +81,8 @@ class Decoder:
         self._start()
         self._send(self.asked)
 
-    def _send(self, wanted: Iterable[tuple[int, str | Path]]) -> None:
+    def _send(self, wanted: Collection[tuple[int, str | Path]]) -> None:
+        self.sent += len(wanted)
         if self.process is None:
             return
         assert self.process.stdin is not None
@@ -113,25 +121,32 @@ class Decoders:
     """So many of them, and places for so many pictures."""
 
     def __init__(self, count: int, size: int, resample: int, places: int) -> None:
-        self.memory = _memory(places * 3 * size * size)
-        self.squares = np.frombuffer(mmap.mmap(self.memory, 0), np.uint8).reshape(places, 3, size, size)
-        self.all = [Decoder(self.squares, resample, self.memory) for _ in range(count)]
-        self.begun: deque[range] = deque()
+        self.memory = _memory(Shared.length(places, size))
+        shared = Shared(self.memory, size)
+        self.places = places
+        self.all = [Decoder(number, shared, resample) for number in range(count)]
+        self.begun: deque[list[Decoder]] = deque()
         self.next = 0
 
     def begin(self, paths: Sequence[Any]) -> None:
         """Ask for the files of `paths`; as many can be begun and not finished as there are places."""
-        count, places = len(self.all), len(self.squares)
-        numbers = range(self.next, self.next + len(paths))
-        asked = [(number % places, path) for number, path in zip(numbers, paths, strict=True)]
-        for first in range(min(count, len(paths))):
-            self.all[numbers[first] % count].ask(asked[first::count])
-        self.next = numbers.stop
-        self.begun.append(numbers)
+        free = [(decoder.waiting(), number) for number, decoder in enumerate(self.all)]
+        heapify(free)
+        wanted: list[list[tuple[int, str | Path]]] = [[] for _ in self.all]
+        asked = []
+        for place, path in enumerate(paths, self.next):
+            waiting, number = free[0]
+            heapreplace(free, (waiting + 1, number))
+            wanted[number].append((place % self.places, path))
+            asked.append(self.all[number])
+        for decoder, some in zip(self.all, wanted, strict=True):
+            decoder.ask(some)
+        self.next += len(paths)
+        self.begun.append(asked)
 
     def finish(self) -> list[np.ndarray | BadImage]:
         """What was begun first, each as `attempt` gives it; to be used before anything else is begun."""
-        return [self.all[number % len(self.all)].answer() for number in self.begun.popleft()]
+        return [decoder.answer() for decoder in self.begun.popleft()]
 
     def close(self) -> None:
         for decoder in self.all:
