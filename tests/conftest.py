@@ -8,8 +8,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# Our kernels run without a GPU too; Triton looks when it is imported, and torch may import it.
-os.environ["TRITON_INTERPRET"] = "1"
+# The same tests everywhere, with DROPLE_TEST_GPU=1 on a GPU. Without one our kernels are interpreted; Triton looks when
+# it is imported, and torch may import it.
+if os.environ.get("DROPLE_TEST_GPU") != "1":
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 # A shell starts background jobs deaf to Ctrl-C, and the processes that tests interrupt would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

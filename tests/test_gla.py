@@ -178,11 +178,11 @@ def test_training_adjusts_by_the_frequencies_of_the_samples(data: Path) -> None:
     learner.fit(replace(images, train=tuple(uneven)), None)
     assert learner.method_.log_prior is not None
     expected = torch.tensor([8 / 12, 3 / 12, 1 / 12]).log()
-    assert torch.allclose(learner.method_.log_prior.float(), expected, atol=1e-6)
+    assert torch.allclose(learner.method_.log_prior.float().cpu(), expected, atol=1e-6)
     # Few shots are drawn first: their frequencies count, not those of all training images.
     learner.fit(replace(images, train=tuple(uneven)), 2)
     assert torch.allclose(
-        learner.method_.log_prior.float(), torch.tensor([2 / 5, 2 / 5, 1 / 5]).log(), atol=1e-6
+        learner.method_.log_prior.float().cpu(), torch.tensor([2 / 5, 2 / 5, 1 / 5]).log(), atol=1e-6
     )
     learner.set_params(loss="cross_entropy").fit(replace(images, train=tuple(uneven)), None)
     assert learner.method_.log_prior is None
@@ -207,6 +207,7 @@ def by_hand(run: Run, work: Path, log_prior: bool) -> list[float]:
         )
         .detach()
         .double()
+        .cpu()
         for learned in (True, False)
     )
     labels = torch.tensor([e.label for e in train.train])

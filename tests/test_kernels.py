@@ -1,5 +1,7 @@
-"""Our Triton kernels against plain torch code, by Triton's own interpreter (conftest.py asks for it): the same
-programs, run without a GPU."""
+"""Our Triton kernels against plain torch code, on a GPU if conftest.py leaves one, else by Triton's own interpreter:
+the same programs."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,8 +25,18 @@ pytest.importorskip("triton", reason="Triton is only made for Linux")
 from drople.kernels.add_norm import AddNorm
 from drople.kernels.attention_scores import attention_scores
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_is_there() -> Iterator[None]:
+    with DEVICE:
+        yield
+
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
+    # A GPU multiplies float32 in shorter numbers.
+    tolerance = max(tolerance, 3e-3) if ours.is_cuda else tolerance
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
@@ -112,7 +124,7 @@ def test_only_the_norm_or_only_the_sum_is_used() -> None:
 @pytest.mark.parametrize("tower", ["vision", "text"])
 def test_a_tower_with_our_kernels(tower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features, gradients and what drops are those of the plain code."""
-    backbone = tiny_backbone()
+    backbone = tiny_backbone().to(DEVICE, torch.float32)
     images, sentences = random_images(backbone, 2), backbone.prompted(("cat", "polka-dotted dog"), context=2)
     width = backbone.vision_width if tower == "vision" else backbone.text_width
     prompts = torch.randn(2, 2, width, requires_grad=True)
@@ -140,20 +152,19 @@ def test_gradcam_finds_the_norm_that_our_kernels_step_over(monkeypatch: pytest.M
         tiny_backbone(vision_layers=2, text_layers=2, image=8), epochs=1, precision="float32"
     )
     learner.fit([(picture(name, n), name) for name in ("red", "blue") for n in range(2)], None)
-    images, targets = random_images(learner.backbone_, 2), torch.tensor([0, 1])
+    images, targets = random_images(learner.backbone_, 2), torch.tensor([0, 1], device=DEVICE)
     plain = gradcam(learner, images, targets)
     monkeypatch.setattr(layer, "usable", lambda tensor: True)
     close(gradcam(learner, images, targets), plain, 1e-3)
 
 
 def test_no_kernel_on_a_cpu() -> None:
-    assert not usable(torch.zeros(1, dtype=torch.bfloat16))
+    assert not usable(torch.zeros(1, dtype=torch.bfloat16, device="cpu"))
 
 
 def test_where_triton_cannot_build_plain_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
     works.cache_clear()
-    assert works(device)
+    assert works(DEVICE)
 
     def refuse(*given: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
@@ -161,5 +172,5 @@ def test_where_triton_cannot_build_plain_code_runs(monkeypatch: pytest.MonkeyPat
     works.cache_clear()
     monkeypatch.setattr(AddNorm, "apply", refuse)
     with pytest.warns(UserWarning, match=r"no kernels here \(Failed to find C compiler\.\): plain ones"):
-        assert not works(device)
+        assert not works(DEVICE)
     works.cache_clear()

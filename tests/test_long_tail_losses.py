@@ -81,4 +81,4 @@ def test_a_learner_counts_its_own_samples() -> None:
     learner.fit(replace(data, train=tuple(uneven)), None)
     assert learner.method_.log_prior is not None
     expected = torch.tensor([few + 1, 2.0])
-    assert torch.allclose(learner.method_.log_prior, (expected / expected.sum()).log(), atol=1e-6)
+    assert torch.allclose(learner.method_.log_prior.cpu(), (expected / expected.sum()).log(), atol=1e-6)

@@ -189,6 +189,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_torchrun_trains_one_run_and_one_process_speaks(data: Path, tmp_path: Path) -> None:
     settings = ("--backbone", tiny_checkpoint(), "--epochs", 3, "--set", "shard_classes=true", "--json")
+    settings += ("--device", "cpu")
     answer = launch("fit", data, "--out", tmp_path / "run", *settings).wait()
     assert answer.code == 0, answer.err
     assert answer.json["evaluation"]["images"] == 18, "one answer, of every image once"
@@ -224,6 +225,7 @@ def one_rank(arguments: list[str]) -> None:
 
 def test_when_one_process_dies_all_end_and_say_what_to_do(data: Path, tmp_path: Path) -> None:
     arguments = ("fit", data, "--out", tmp_path / "run", "--backbone", tiny_checkpoint(), "--epochs", 100_000)
+    arguments += ("--device", "cpu")
     run = Command(*arguments, environment={"OMP_NUM_THREADS": "1"}, main=torchrun_forking)
     try:
         end = time.monotonic() + 100

@@ -94,7 +94,7 @@ def test_classes_that_were_not_trained_on_have_their_own_temperature(tmp_path: P
     assert one.temperature(("red", "grey")) == one.text_temperature_ != one.temperature_
     probe, words = [picture("red", 50)], ("grey", "red")
     images = normalise(*_pixels(one, probe))
-    logits = one.method_.logits(images, one.method_.weights_by_text(words)).float()
+    logits = one.method_.logits(images, one.method_.weights_by_text(words)).float().cpu()
     expected = (logits / one.text_temperature_).softmax(-1).numpy()
     np.testing.assert_allclose(one.predict_proba(probe, classes=words), expected, atol=1e-5)
     again = PromptLearner.load(tmp_path / "run")
@@ -106,4 +106,4 @@ def test_classes_that_were_not_trained_on_have_their_own_temperature(tmp_path: P
 def _pixels(learner: PromptLearner, sources: list[Any]) -> tuple[torch.Tensor, Any, torch.dtype]:
     pixels = learner.backbone_.pixels
     images, _, _ = decode(sources, pixels.size, pixels.resample)
-    return images, pixels, learner.backbone_.dtype
+    return images.to(learner.backbone_.device), pixels, learner.backbone_.dtype

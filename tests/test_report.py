@@ -18,13 +18,13 @@ from PIL import Image
 from drople import PromptLearner
 from drople.cli import app, read_settings
 from drople.data import load_data
+from drople.device import usual_dtype
 from drople.errors import DropleError
 from drople.protocols import benchmark, plan
 from drople.report import write_report
 from drople.report.charts import number, side_by_side, thin, ticks
 from drople.report.commands import fit_command
 from drople.report.run_report import wilson
-from drople.training import usual_dtype
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 LIMIT = 3_000_000

@@ -443,7 +443,7 @@ def test_one_step_is_one_step_of_the_optimiser_written_plainly() -> None:
 def test_no_frozen_weight_changes(data: Path) -> None:
     def digest(backbone: Backbone) -> str:
         state = sorted(backbone.model.state_dict().items())
-        return hashlib.sha256(b"".join(n.encode() + t.numpy().tobytes() for n, t in state)).hexdigest()
+        return hashlib.sha256(b"".join(n.encode() + t.cpu().numpy().tobytes() for n, t in state)).hexdigest()
 
     before = digest(Backbone.load(tiny_checkpoint()))
     learner = PromptLearner(tiny_checkpoint(), epochs=3, lr=0.1, precision="float32").fit(data)
@@ -502,7 +502,7 @@ def together(*arguments: object) -> list[Any]:
 def test_two_processes_learn_what_one_does(method: tuple[str, ...], data: Path, tmp_path: Path) -> None:
     """Batches of 5 do not halve, and the last of an epoch has 3: the shares of the processes differ."""
     common = ("--set", "augmentation=none", "--set", "batch_size=5", "--set", "epochs=3")
-    common += ("--precision", "float32", "--json", *method)
+    common += ("--device", "cpu", "--precision", "float32", "--json", *method)
     arguments = [fit_arguments(data, tmp_path / name, *common) for name in ("one", "two")]
     assert drople(*arguments[0]).code == 0
     first, second = together(*arguments[1])
@@ -520,7 +520,7 @@ def test_two_processes_learn_what_one_does(method: tuple[str, ...], data: Path, 
 
 def test_two_processes_with_fewer_images_than_processes_in_a_batch(tmp_path: Path) -> None:
     data = pictures(tmp_path / "data", ("red", "green"), 5)
-    settings = ("--set", "batch_size=3", "--set", "alignment=0", "--set", "epochs=2")
+    settings = ("--set", "batch_size=3", "--set", "alignment=0", "--set", "epochs=2", "--device", "cpu")
     arguments = fit_arguments(data, tmp_path / "run", *settings)
     first, second = together(*arguments)
     assert (first.code, second.code) == (0, 0), first.err + second.err

@@ -95,7 +95,7 @@ def tiny_backbone(
 def random_images(backbone: Backbone, count: int, seed: int = 1) -> Tensor:
     side = backbone.pixels.size
     drawn = torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(backbone.dtype)
+    return drawn.to(backbone.device, backbone.dtype)
 
 
 def twin(backbone: Backbone, attention: str) -> CLIPModel:

@@ -174,18 +174,10 @@ def measure(method: str, backbone: str, classes: int, batch: int, device: str, r
     from drople.backbone import Backbone
     from drople.backbone.shapes import PREFIX, shape_backbone
     from drople.data.images import normalise
+    from drople.device import find_device, usual_dtype
     from drople.methods import Task, make, option_names
-    from drople.training import usual_dtype
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-        if place.type == "cuda":
-            torch.cuda.set_device(place.index or 0)
-    except (RuntimeError, AssertionError):
-        raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
+    place = find_device(device)
     dtype = usual_dtype(place)
     _import_everything()
     before = _resident()

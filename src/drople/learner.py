@@ -7,7 +7,6 @@ Training sees the train and validation parts only; no test file can be reached f
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
 from drople.data.images import MANY_FILES, decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
+from drople.device import find_device, usual_dtype
 from drople.errors import DropleError, OtherSettings, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
 from drople.methods.base import TowerMethod, TrainingData, frozen_classes
@@ -40,7 +40,6 @@ from drople.training import (
     Status,
     Training,
     TrainingOptions,
-    usual_dtype,
 )
 
 CONFIG, PROMPTS, METRICS = "config.json", "prompts.safetensors", "metrics.json"
@@ -274,18 +273,7 @@ class PromptLearner:
         self, config: Mapping[str, Any], method_options: Mapping[str, Any], saved: Mapping[str, Any] = EMPTY
     ) -> None:
         """Backbone and method as the config says, untrained; a run that was saved in the numbers it had there."""
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        try:
-            place = torch.device(device)
-            torch.empty(0, device=place)
-            if place.type == "cuda":
-                torch.cuda.set_device(place)
-        except (RuntimeError, AssertionError):
-            raise DropleError(f"device {device!r} cannot be used here: give cpu, or auto.") from None
+        place = find_device(self.device)
         given = self.backbone if isinstance(self.backbone, Backbone) else None
         if self.precision not in ("auto", *DTYPES):
             raise unknown("precision", self.precision, DTYPES)

@@ -36,6 +36,7 @@ from drople.data.dataset import Example, ImageData
 from drople.data.images import remember
 from drople.data.layouts import resolve
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
+from drople.device import find_device, usual_dtype
 from drople.errors import DropleError, OtherSettings, unknown
 from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
@@ -45,7 +46,7 @@ from drople.options import typed, written
 from drople.progress import Progress, Quiet
 from drople.records import write_json
 from drople.run_records import read_record
-from drople.training import TrainingOptions, usual_dtype
+from drople.training import TrainingOptions
 
 SCHEMA = 1
 IMAGENET_VARIANTS = ("imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r")
@@ -375,7 +376,7 @@ def _measure(run: Run, root: Path, work: Path, device: str, progress: Progress) 
 def _backbone(name: str, precision: str, device: str) -> Backbone:
     """Runs of a benchmark share their frozen backbone; one that was rounded to bf16 serves no others."""
     shared = Backbone.load(name)
-    return shared.to("cpu", usual_dtype(shared.device)) if precision == "auto" else shared
+    return shared.to("cpu", usual_dtype(find_device(device))) if precision == "auto" else shared
 
 
 def _post_hoc(run: Run, learner: PromptLearner, train: ImageData) -> Adjustment | None:

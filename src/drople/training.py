@@ -105,14 +105,6 @@ def augment(images: Tensor, size: int, patch: int, kind: Augmentation, crop_scal
     return patch_randaugment(cropped, patch) if kind == "patch_randaugment" else cropped
 
 
-def usual_dtype(place: torch.device) -> torch.dtype:
-    """bf16 where the chip multiplies it fast: GPUs, and processors that say so. Others would be slower by it."""
-    # Older torch does not know of its processor.
-    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    fast = place.type == "cuda" or processor.get("avx512_bf16") or processor.get("amx_bf16")
-    return torch.bfloat16 if fast else torch.float32
-
-
 class Training:
     """One run of the loop. State is the parameters, the optimiser and the number of the next step."""
 

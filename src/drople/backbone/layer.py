@@ -129,5 +129,6 @@ def _backend(query: Tensor) -> AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH)
     # Somebody who wants the gradient of a gradient has ruled it out.
     if query.is_cuda and query.shape[-2] <= SHORT and torch.backends.cuda.mem_efficient_sdp_enabled():
-        return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+        # Which heads of an odd number of channels cannot have.
+        return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     return nullcontext()

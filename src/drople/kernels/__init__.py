@@ -28,9 +28,8 @@ def works(device: torch.device) -> bool:
         with torch.no_grad():
             some = torch.zeros(16, device=device)
             AddNorm.apply(some, some, some, some, 1.0)
-    except (
-        Exception
-    ) as error:  # a compiler, a driver or a header that is missing: Triton has no error of its own
+    # A compiler, a driver or a header that is missing: Triton has no error of its own.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         warnings.warn(
             f"Triton builds no kernels here ({reason}): plain ones run, and take longer", stacklevel=2

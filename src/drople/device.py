@@ -1,0 +1,43 @@
+"""Where a model runs, and in which numbers if nobody says."""
+
+import os
+from typing import Any
+
+import torch
+
+from drople.errors import DropleError
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device of a name, tried and made the current one. "auto" is a GPU where there is one; of several processes
+    on a machine, "auto" and "cuda" are each one's own."""
+    device = wanted
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        own, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if 0 < count <= own:
+            raise DropleError(
+                f"there is no GPU for process {own + 1} of this machine, which has {count}: start {count} at most, or "
+                "give --device cpu."
+            )
+        device = f"cuda:{own}"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+    except (RuntimeError, AssertionError):
+        raise DropleError(f"device {wanted!r} cannot be used here: give cpu, or auto.") from None
+    return place
+
+
+def usual_dtype(place: torch.device) -> torch.dtype:
+    """bf16 where the chip multiplies it fast: newer GPUs, and processors that say so. Others would be slower by it."""
+    if place.type == "cuda":
+        fast = torch.cuda.get_device_capability(place) >= (8, 0)
+    else:
+        # Older torch does not know of its processor.
+        processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        fast = bool(processor.get("avx512_bf16") or processor.get("amx_bf16"))
+    return torch.bfloat16 if fast else torch.float32
