@@ -420,9 +420,7 @@ def test_classes_are_found_by_folder_or_words(tmp_path: Path) -> None:
 
 def test_gradcam_finds_the_patch_that_differs() -> None:
     """On real weights and pixels: a drawing on an empty page lights up where it is, not elsewhere."""
-    learner = PromptLearner("pocket", "zero-shot").fit(
-        [(picture(c, n), c) for c in BASE for n in range(2)], None
-    )
+    learner = fit("pocket", "zero-shot", precision="auto")
     page = np.full((128, 128, 3), 255, np.uint8)
     page[16:64, 64:112] = (220, 30, 30)
     pixels = learner.backbone_.pixels

@@ -282,7 +282,9 @@ def test_the_authors_preset_is_taken() -> None:
 
 
 def test_its_weights_fold_into_an_exported_program(tmp_path: Path) -> None:
-    learner = PromptLearner(tiny_checkpoint(), "gallop", epochs=1).fit(splits(tmp_path / "colours"))
+    learner = PromptLearner(tiny_checkpoint(), "gallop", epochs=1, device="cpu").fit(
+        splits(tmp_path / "colours")
+    )
     images = [np.asarray(picture(c, 7).crop((0, 0, 32, 32))) for c in ("red", "green", "blue")]
     probabilities, _ = trace(learner).module()(torch.from_numpy(np.stack(images)))
     assert np.abs(probabilities.numpy() - learner.predict_proba(images)).max() < 1e-5

@@ -1,8 +1,6 @@
 """Our Triton kernels against plain torch code, on a GPU if conftest.py leaves one, else by Triton's own interpreter:
 the same programs."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,12 +26,6 @@ from drople.kernels.attention_scores import attention_scores
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def everything_is_there() -> Iterator[None]:
-    with DEVICE:
-        yield
-
-
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     # A GPU multiplies float32 in shorter numbers.
     tolerance = max(tolerance, 3e-3) if ours.is_cuda else tolerance
@@ -57,14 +49,18 @@ def test_scores_without_a_map(
     # As a layer hands them over: parts of one product, not laid out by heads.
     query, key = (
         part.unflatten(-1, (heads, head)).transpose(1, 2)
-        for part in torch.randn(count, length, 2 * heads * head).chunk(2, -1)
+        for part in torch.randn(count, length, 2 * heads * head, device=DEVICE).chunk(2, -1)
     )
-    anchor = torch.randint(length, (count,))
-    real = torch.ones(count, length, dtype=torch.bool)
-    tokens = Tokens(torch.zeros(count, length, 4), anchor, real, real)
+    anchor = torch.randint(length, (count,), device=DEVICE)
+    real = torch.ones(count, length, dtype=torch.bool, device=DEVICE)
+    tokens = Tokens(torch.zeros(count, length, 4, device=DEVICE), anchor, real, real)
     if hidden:
         tokens = Tokens(
-            torch.zeros(count, length, 4), anchor, real, real, hidden=torch.rand(count, length) < 0.5
+            torch.zeros(count, length, 4, device=DEVICE),
+            anchor,
+            real,
+            real,
+            hidden=torch.rand(count, length, device=DEVICE) < 0.5,
         )
     mask, scaling = tokens.visible(causal), head**-0.5
     by_class, by_self = attention_scores(query, key, scaling, mask, causal, anchor)
@@ -81,14 +77,16 @@ def test_scores_without_a_map(
 )
 def test_sum_and_norm_and_their_gradient(seed: int, shape: tuple[int, ...], added: bool) -> None:
     torch.manual_seed(seed)
-    states, more = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    weight, bias = (torch.randn(shape[-1], dtype=torch.float64) for _ in range(2))
+    states, more = (
+        torch.randn(shape, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(2)
+    )
+    weight, bias = (torch.randn(shape[-1], dtype=torch.float64, device=DEVICE) for _ in range(2))
     total = states + more if added else states
     expected = total, F.layer_norm(total, shape[-1:], weight, bias, 1e-5)
     ours = AddNorm.apply(states.float(), more.float() if added else None, weight.float(), bias.float(), 1e-5)
     for one, other in zip(ours, expected, strict=True):
         close(one.double(), other)
-    factors = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
+    factors = [torch.randn(shape, dtype=torch.float64, device=DEVICE) for _ in range(2)]
     inputs = [states, more] if added else [states]
 
     def gradient(pair: tuple[Tensor, Tensor], create_graph: bool) -> tuple[Tensor, ...]:
@@ -109,8 +107,8 @@ def test_sum_and_norm_and_their_gradient(seed: int, shape: tuple[int, ...], adde
 
 
 def test_only_the_norm_or_only_the_sum_is_used() -> None:
-    states, more = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 32, requires_grad=True)
-    weight, bias = torch.randn(32), torch.randn(32)
+    states, more = (torch.randn(2, 3, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(2, 32, device=DEVICE)
     for which in (0, 1):
         ours = AddNorm.apply(states, more, weight, bias, 1e-5)[which]
         total = states + more
@@ -127,7 +125,7 @@ def test_a_tower_with_our_kernels(tower: str, monkeypatch: pytest.MonkeyPatch) -
     backbone = tiny_backbone().to(DEVICE, torch.float32)
     images, sentences = random_images(backbone, 2), backbone.prompted(("cat", "polka-dotted dog"), context=2)
     width = backbone.vision_width if tower == "vision" else backbone.text_width
-    prompts = torch.randn(2, 2, width, requires_grad=True)
+    prompts = torch.randn(2, 2, width, device=DEVICE, requires_grad=True)
     rule = DropRule(2, 0.1, 0.9, "hide", "layer", "importance", ("class", "self"), "raw", 0.0)
     found = []
     for ours in (False, True):

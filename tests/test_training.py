@@ -452,7 +452,7 @@ def test_no_frozen_weight_changes(data: Path) -> None:
 
 
 def test_training_lowers_the_loss_and_beats_zero_shot(data: Path) -> None:
-    learner = PromptLearner(tiny_checkpoint(), epochs=25, batch_size=6, lr=0.02).fit(data)
+    learner = PromptLearner(tiny_checkpoint(), epochs=25, batch_size=6, lr=0.02, device="cpu").fit(data)
     assert learner.history_[-1]["cross_entropy"] < 0.7 * learner.history_[0]["cross_entropy"]
     result = learner.evaluate(data)
     assert result["accuracy"] > 0.85 and result["accuracy"] > result["zero_shot_accuracy"]

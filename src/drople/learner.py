@@ -162,7 +162,7 @@ class PromptLearner:
             folder=folder,
         )
         # Not before all that can be refused has been, in every process: what is left behind can go on.
-        training.accelerator.wait_for_everyone()
+        training.wait_for_everyone()
         if folder is not None and training.accelerator.is_main_process:
             write_json(folder / CONFIG, config)
         self.history_: list[dict[str, float]] = []

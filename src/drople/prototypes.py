@@ -32,7 +32,9 @@ class Prototypes(nn.Module):
         """Take the training images' features [N, E]; with a class that has none, none are taken."""
         if len(labels.unique()) < len(self.means):
             return
-        sums = torch.zeros_like(self.means).index_add_(0, labels, F.normalize(features.float(), dim=-1))
+        # Not on a GPU, which adds in another order each time.
+        units = F.normalize(features.float(), dim=-1).cpu()
+        sums = torch.zeros(self.means.shape).index_add_(0, labels.cpu(), units)
         self.means.copy_(F.normalize(sums, dim=-1))
 
     def join(self, words: Sequence[str], classes: Tensor) -> Tensor:

@@ -161,6 +161,12 @@ class Training:
             self.graphed = GraphedStep(self._gradients, method)
         self.pending: list[dict[str, Any]] = []
 
+    def wait_for_everyone(self) -> None:
+        """Accelerate's own asks for a GPU of each process's number, though all train on the CPU."""
+        device = self.accelerator.device
+        if self.world > 1:
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
     def run(self, on_status: Callable[[Status], None] | None = None, resume: bool = False) -> None:
         """Train to the end, from the last checkpoint if there is one and `resume` is set."""
         if resume:
