@@ -240,6 +240,30 @@ def test_evaluation_on_some_of_the_classes_keeps_the_choice_of_all(
     json.dumps(result, allow_nan=False)
 
 
+def test_evaluation_on_one_class(fitted: PromptLearner, tmp_path: Path) -> None:
+    result = fitted.evaluate(pictures(tmp_path / "some", ("red",), 4, first=500))
+    assert list(result["per_class"]) == ["blue", "green", "red"] and result["images"] == 4
+    assert result["accuracy"] == result["per_class"]["red"]["accuracy"]
+    with pytest.raises(DropleError, match="'yellow' is the only class to choose from"):
+        fitted.evaluate(pictures(tmp_path / "other", ("yellow",), 2))
+
+
+def test_evaluation_says_that_a_class_is_strange(
+    fitted: PromptLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fitted.progress, "say", said.append)
+    result = fitted.evaluate(pictures(tmp_path / "mixed", ("red", "yellow", "green"), 2, first=500))
+    assert list(result["per_class"]) == ["green", "red", "yellow"]
+    assert said == [
+        "class 'yellow' is not one of the run's (1 of 3 are not): choosing among the 3 of this data"
+    ]
+    said.clear()
+    others = [(picture("red", 1), "sunset"), (picture("blue", 2), "sea")]
+    fitted.evaluate(others)
+    assert not said, "other classes altogether are meant"
+
+
 # Data ----------------------------------------------------------------------------------------------
 
 

@@ -420,11 +420,22 @@ class PromptLearner:
         An `adjustment` makes other logits of the learned and the zero-shot ones (post-hoc methods).
         """
         self._check_fitted()
-        images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames)
+        images = data if isinstance(data, ImageData) else load_data(data, classnames=classnames, least=1)
         examples, name = self._held_out(images, split)
         known = {c: k for k, c in enumerate(self.classes_)}
-        ours = choices == "auto" and all(c in known for c in images.classes)
+        strange = [c for c in images.classes if c not in known]
+        ours = choices == "auto" and not strange
         classes, words = (self.classes_, self.words_) if ours else (images.classes, images.words)
+        if len(classes) < 2:
+            raise DropleError(
+                f"{classes[0]!r} is the only class to choose from: evaluate on data with more of them, or on a class "
+                "that the run was trained on."
+            )
+        if choices == "auto" and 0 < len(strange) < len(images.classes):
+            self.progress.say(
+                f"class {strange[0]!r} is not one of the run's ({len(strange)} of {len(images.classes)} are not): "
+                f"choosing among the {len(images.classes)} of this data"
+            )
         labels = [known[images.classes[e.label]] if ours else e.label for e in examples]
         sources = [e.image for e in examples]
         views = [_learned(words)] + ([_zero_shot(words)] if zero_shot or adjustment else [])

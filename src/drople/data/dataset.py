@@ -59,12 +59,17 @@ DataSource: TypeAlias = str | Path | Sequence[tuple[str | Path | Image.Image | n
 
 
 def load_data(
-    source: DataSource, *, classnames: Mapping[str, str] | str | Path | None = None, seed: int = 0
+    source: DataSource,
+    *,
+    classnames: Mapping[str, str] | str | Path | None = None,
+    seed: int = 0,
+    least: int = 2,
 ) -> ImageData:
     """Reads a folder of class folders (perhaps in splits), a .csv or .parquet table, or (image, label) pairs.
 
     `classnames` gives some classes better words (a mapping, or a JSON or CSV file of class, words). Without a
-    validation part, a fifth of each class's training images is held out, the same ones for the same `seed`.
+    validation part, a fifth of each class's training images is held out, the same ones for the same `seed`. Fewer
+    classes than `least` are refused.
     """
     root: Path | None = None
     notes: list[str] = []
@@ -76,7 +81,7 @@ def load_data(
             raise DropleError(f"there is no folder or table at {path}: check the path. {LAYOUT}")
         root = path if path.is_dir() else path.parent
         rows = read_folder(path, notes) if path.is_dir() else read_table(path)
-    return _assemble(rows, root, notes, read_classnames(classnames), seed)
+    return _assemble(rows, root, notes, read_classnames(classnames), seed, least)
 
 
 def tidy(name: str) -> str:
@@ -96,12 +101,17 @@ def _starts_word(name: str, at: int) -> bool:
 
 
 def _assemble(
-    rows: Sequence[Row], root: Path | None, notes: list[str], classnames: Mapping[str, str], seed: int
+    rows: Sequence[Row],
+    root: Path | None,
+    notes: list[str],
+    classnames: Mapping[str, str],
+    seed: int,
+    least: int,
 ) -> ImageData:
     names = {name for _, _, name in rows}
     numeric = all(re.fullmatch(r"[0-9]+", name) for name in names)
     classes = tuple(sorted(names, key=(lambda name: (int(name), name)) if numeric else None))
-    if len(classes) < 2:
+    if len(classes) < least:
         found = f"only one class, {classes[0]!r}" if classes else "no images"
         raise DropleError(f"{root or 'the list'} has {found}: telling classes apart needs two. {LAYOUT}")
     for name in classnames:
