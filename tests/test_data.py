@@ -266,6 +266,8 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "It has no columns"),
         ("path,label\n", "has no images"),
         ("path,label\na.png,x\na.png,\n", r"row 3 of .* but has 'a.png' and ''"),
+        ("path,label\na.png,x\na.png,  \n", r"row 3 of .* but has 'a.png' and '  '"),
+        ("path,label\n  ,x\n", r"row 2 of .* but has '  ' and 'x'"),
         ("path,label\na.png\n", "and None"),
         ("path,label,split\na.png,x,holdout\n", "the split 'holdout': it may be train, val, test"),
         ("path,label\na.png,x\na.png,x\n", "only one class, 'x'"),

@@ -74,7 +74,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
             )
     for number, record in enumerate(records, 2):
         image, label = record[image_column], record[label_column]
-        if image in (None, "") or label in (None, "") or not isinstance(image, str):
+        if not isinstance(image, str) or not image.strip() or label is None or not class_name(label):
             raise DropleError(
                 f"row {number} of {path} (the header is row 1) needs a file path and a class, "
                 f"but has {_short(image)} and {_short(label)}."
