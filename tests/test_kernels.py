@@ -160,6 +160,13 @@ def test_no_kernel_on_a_cpu() -> None:
     assert not usable(torch.zeros(1, dtype=torch.bfloat16, device="cpu"))
 
 
+def test_no_kernel_on_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    works.cache_clear()
+    assert not works(torch.device("cuda:0"))
+    works.cache_clear()
+
+
 def test_where_triton_cannot_build_plain_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     works.cache_clear()
     assert works(DEVICE)

@@ -32,10 +32,15 @@ def find_device(wanted: str) -> torch.device:
     return place
 
 
+def newer(gpu: torch.device) -> bool:
+    """Whether it multiplies bf16, and Triton is made for it: Ampere (2020) and what came after."""
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
+
+
 def usual_dtype(place: torch.device) -> torch.dtype:
     """bf16 where the chip multiplies it fast: newer GPUs, and processors that say so. Others would be slower by it."""
     if place.type == "cuda":
-        fast = torch.cuda.get_device_capability(place) >= (8, 0)
+        fast = newer(place)
     else:
         # Older torch does not know of its processor.
         processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -1,7 +1,7 @@
 """Kernels of our own for a GPU, in Triton, each beside the plain torch code that it stands in for.
 
-Triton comes with torch's builds for GPUs, and needs a C compiler. Where either is missing, and on a CPU, the plain code
-runs.
+Triton comes with torch's builds for GPUs, and needs a C compiler. Where either is missing, on older GPUs, and on a CPU,
+the plain code runs.
 """
 
 import warnings
@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from drople.device import newer
 
 
 def usable(tensor: Tensor) -> bool:
@@ -20,7 +22,7 @@ def usable(tensor: Tensor) -> bool:
 @cache
 def works(device: torch.device) -> bool:
     """Tried once, with a small one; why it does not is said, once."""
-    if find_spec("triton") is None:
+    if find_spec("triton") is None or (device.type == "cuda" and not newer(device)):
         return False
     try:
         from drople.kernels.add_norm import AddNorm
