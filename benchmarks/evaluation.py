@@ -35,7 +35,7 @@ from drople.safe_image import open_image, square
 
 DISTINCT = 500
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
-THREADS = min(16, os.cpu_count() or 1)  # as `decode_batches`
+WORKERS = min(16, os.cpu_count() or 1)  # as `decode_batches`
 
 
 def draw(folder: Path, number: int) -> Path:
@@ -117,11 +117,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     name, times = given.backbone, dict[str, list[float]]()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(THREADS) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
         numbers = range(min(DISTINCT, given.images))
         files = list(pool.map(lambda number: draw(Path(folder), number), numbers))
         size = sum(path.stat().st_size for path in files) / len(files)
-        print(f"{given.images} pictures of {size / 1000:.0f} kB, {THREADS} threads, {given.classes} classes")
+        print(f"{given.images} pictures of {size / 1000:.0f} kB, {WORKERS} decoders, {given.classes} classes")
         paths = [files[n % len(files)] for n in range(given.images)]
         torch.manual_seed(0)
         backbone = shape_backbone(name) if name.startswith(PREFIX) else Backbone.load(name)
@@ -131,9 +131,9 @@ def main() -> None:
         test = tuple(Example(path, n % len(words)) for n, path in enumerate(paths))
         data = ImageData(words, words, train, test=test)
         chunks = [paths[n : n + ENCODE_BATCH] for n in range(0, len(paths), ENCODE_BATCH)]
-        with ProcessPoolExecutor(THREADS, get_context("fork")) as processes:
+        with ProcessPoolExecutor(WORKERS, get_context("fork")) as processes:
             # They start at the first thing to do: before the GPU is touched, which cannot be shared by forking.
-            list(processes.map(abs, range(THREADS)))
+            list(processes.map(abs, range(WORKERS)))
             learner = PromptLearner(backbone, device=given.device, epochs=1)
             learner.fit(ImageData(words, words, train), shots=1)
             check(learner, files[: 3 * ENCODE_BATCH], words)
@@ -152,13 +152,13 @@ def main() -> None:
                 before, start = os.times(), time.perf_counter()
                 learner.evaluate(data)
                 own, others = cores(before, os.times())
-                share = (own + others) / THREADS / (time.perf_counter() - start)
+                share = (own + others) / WORKERS / (time.perf_counter() - start)
                 print(
                     f"{share:.0%} of the cores, of it {own / (own + others):.0%} by the process that evaluates"
                 )
 
             timed: list[tuple[str, Callable[[], None]]] = [
-                (f"decoding, {THREADS} processes", decode_alone),
+                (f"decoding, {WORKERS} processes", decode_alone),
                 ("decoding, our reader", read),
                 ("pixels to the device", lambda: send_alone(learner, given.images)),
                 ("towers alone, learned and zero-shot", lambda: gpu_alone(learner, words, given.images)),
