@@ -221,9 +221,9 @@ def checkpoints(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     real = clip.checkpoint
 
-    def counting(function: Callable[..., Tensor], part: Any, **settings: Any) -> Tensor:
+    def counting(function: Callable[..., Tensor], part: Any, *more: Any, **settings: Any) -> Tensor:
         sizes.append(len(part))
-        return real(function, part, **settings)
+        return real(function, part, *more, **settings)
 
     monkeypatch.setattr(clip, "checkpoint", counting)
     return sizes
@@ -320,14 +320,15 @@ def test_recomputed_chunks_drop_the_same_tokens(
     Checked by the gradient against the same chunks with nothing recomputed, through the features and
     through the states kept for the alignment loss.
     """
-    backbone = tiny_backbone()
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backbone = tiny_backbone().to(place, torch.float32)
     torch.manual_seed(0)
-    bridge = Bridge(backbone.vision_width, backbone.text_width, tokens=5, dim=7, scaled=True)
+    bridge = Bridge(backbone.vision_width, backbone.text_width, tokens=5, dim=7, scaled=True).to(place)
     sentences = backbone.prompted(NAMES, context=3, supplementary=2)
     backbone.activation_bytes = chunk_bytes(backbone, sentences.base.shape[1], 2)
-    prompts = text_prompts(backbone, 2, 5)
+    prompts = text_prompts(backbone, 2, 5).detach().to(place).requires_grad_()
     rule = dataclasses.replace(RULE, operation=operation, draw=draw)
-    labels = torch.tensor([4, 0, 2, 2])
+    labels = torch.tensor([4, 0, 2, 2], device=place)
 
     def run() -> tuple[list[Tensor], Any]:
         torch.manual_seed(11)
@@ -338,12 +339,17 @@ def test_recomputed_chunks_drop_the_same_tokens(
         loss = features.square().sum() + sum(bridge.pool("text", *k).square().sum() for k in kept)
         gradients = torch.autograd.grad(loss, [prompts, *bridge.parameters()], allow_unused=True)
         # What is drawn after a step must not depend on whether chunks were recomputed.
-        after = torch.rand(3)
+        after = torch.rand(3, device=place)
         values = [features, after, *drawn, *(g for g in gradients if g is not None)]
         return values, kept
 
     recomputed, kept = run()
-    monkeypatch.setattr(clip, "checkpoint", lambda function, part, **_: function(part))
+
+    def at_once(function: Any, *given: Any, **_: Any) -> Any:
+        assert any(isinstance(each, Tensor) and each.device == place for each in given), "for its draws"
+        return function(*given)
+
+    monkeypatch.setattr(clip, "checkpoint", at_once)
     plain, plain_kept = run()
     assert len(recomputed) == len(plain)
     for one, other in zip(recomputed, plain, strict=True):

@@ -29,10 +29,22 @@ def test_what_is_no_device_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_more_processes_than_gpus(name: str, one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
-        DropleError, match="no GPU for process 2 of this machine, which has 1: start 1 at most"
+        DropleError, match=r"^2 processes train on this machine, which has 1 GPU: start 1, or"
     ):
         find_device(name)
+    with pytest.raises(DropleError, match=r"^2 processes cannot all train on cuda:0: give --device cuda"):
+        find_device("cuda:0")
+    assert find_device("cpu") == torch.device("cpu")
+
+
+def test_processes_that_see_one_gpu_each(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr("torch.empty", lambda *size, device: tried.append(device))
+    monkeypatch.setattr("torch.cuda.set_device", tried.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert find_device("auto") == torch.device("cuda:0") and tried == 2 * [torch.device("cuda:0")]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "every-term": ("drople", NOTHING_DROPS | EVERY_TERM),
     "low-rank": ("drople", {**REGISTRY["drople"].presets["low_rank"], **NOTHING_DROPS}),
     "chunks": ("drople", NOTHING_DROPS),
+    "text-stays": ("drople", NOTHING_DROPS | {"text_dropout_layers": 0}),
+    "attribution": ("drople", NOTHING_DROPS | {"rate": "attribution"}),
     "coop": ("coop", {}),
     "tcp": ("tcp", {}),
     "mma": ("mma", {}),

@@ -354,6 +354,21 @@ def test_fp16_on_the_cpu_is_refused_and_leaves_nothing(data: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+def test_momentum_of_what_had_no_gradient_where_the_run_began(tmp_path: Path) -> None:
+    """A CUDA graph gives every parameter one, and the optimiser of a GPU takes all or none."""
+    options: dict[str, Any] = {"optimizer": "sgd", "batch_size": 6, "epochs": 2, "alignment": 0.0}
+    begun = new_training(folder=tmp_path, **options)
+    begun.run()
+    assert any(parameter.grad is None for parameter in begun.method.parameters())
+    resumed = new_training(folder=tmp_path, **options)
+    resumed._load()
+    for parameter in resumed.method.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in resumed.optimizer.param_groups:
+        group["fused"] = True
+    resumed.optimizer.step()
+
+
 # The parts of a step -------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ class GraphedStep:
 
     def _capture(self, indices: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, dict[str, Tensor]]:
         static = indices.clone()
-        side = _beside(indices.device)
+        side = _beside(indices.device, "branch")
         side.wait_stream(torch.cuda.current_stream())
         state = torch.cuda.get_rng_state()
         try:
@@ -63,7 +63,9 @@ class GraphedStep:
             with (
                 _no_collection(),
                 warnings.catch_warnings(),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph, stream=_beside(indices.device, "captured"), capture_error_mode="thread_local"
+                ),
             ):
                 # A parameter that both branches use gets its gradient from both streams: it waits for both.
                 warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match")
@@ -94,7 +96,7 @@ class Branch:
 
     def __init__(self, device: torch.device) -> None:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self.stream = _beside(device) if capturing else None
+        self.stream = _beside(device, "branch") if capturing else None
         self.inside = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def __enter__(self) -> "Branch":
@@ -118,8 +120,9 @@ class Branch:
 
 
 @lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs: every stream has workspaces of its own, which are never given back."""
+def _beside(device: torch.device, role: str) -> torch.cuda.Stream:
+    """One for all graphs of a device: every stream has workspaces of its own, which are never given back. Torch would
+    capture on a stream of the device that was the first."""
     return torch.cuda.Stream(device)
 
 

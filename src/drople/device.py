@@ -1,6 +1,7 @@
 """Where a model runs, and in which numbers if nobody says."""
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,14 +15,19 @@ def find_device(wanted: str) -> torch.device:
     device = wanted
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        own, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if 0 < count <= own:
+    together, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device.startswith("cuda:") and together > 1:
+        raise DropleError(
+            f"{together} processes cannot all train on {device}: give --device cuda, one for each."
+        )
+    if device == "cuda" and count:
+        if together > count:
             raise DropleError(
-                f"there is no GPU for process {own + 1} of this machine, which has {count}: start {count} at most, or "
-                "give --device cpu."
+                f"{together} processes train on this machine, which has {count} GPU{'s' * (count > 1)}: start "
+                f"{count}, or give --device cpu."
             )
-        device = f"cuda:{own}"
+        # A cluster may show each process its own GPU alone.
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}"
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
@@ -30,6 +36,11 @@ def find_device(wanted: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise DropleError(f"device {wanted!r} cannot be used here: give cpu, or auto.") from None
     return place
+
+
+def own_draws() -> AbstractContextManager[None]:
+    """Random numbers that are drawn inside leave those outside as they were, wherever any are."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
 
 
 def newer(gpu: torch.device) -> bool:

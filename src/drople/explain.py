@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from drople.answers import image_files
 from drople.data.images import normalise
+from drople.device import own_draws
 from drople.dropout import TokenDropout
 from drople.errors import DropleError, unknown
 from drople.importance import Modality
@@ -130,7 +131,7 @@ def importance_maps(learner: PromptLearner, images: Tensor) -> dict[str, Tensor]
     if towers is None or dropout is None:
         return {}
     side = learner.backbone_.patch_grid
-    with torch.random.fork_rng():
+    with own_draws():
         towers.encode_images(images, dropout)
     found: dict[str, list[Tensor]] = {}
     for seen in dropout.seen:
@@ -147,7 +148,7 @@ def word_importance(learner: PromptLearner, words: str) -> tuple[Word, ...]:
     if towers is None or dropout is None or not _has_importance(dropout):
         return ()
     sentences = towers.sentences([words])
-    with torch.random.fork_rng():
+    with own_draws():
         towers.encode_text(sentences, dropout)
     if not dropout.seen:
         return ()

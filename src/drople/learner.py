@@ -23,7 +23,7 @@ from drople.backbone import Backbone
 from drople.data.dataset import DataSource, Example, ImageData, load_data
 from drople.data.images import MANY_FILES, decode, decode_batches, normalise
 from drople.data.shots import few_shot, shortfall
-from drople.device import find_device, usual_dtype
+from drople.device import find_device, own_draws, usual_dtype
 from drople.errors import DropleError, OtherSettings, unknown
 from drople.methods import Method, Task, find, make, option_groups, option_names
 from drople.methods.base import TowerMethod, TrainingData, frozen_classes
@@ -168,7 +168,7 @@ class PromptLearner:
         self.history_: list[dict[str, float]] = []
         if list(self.method_.parameters()):
             with (
-                torch.random.fork_rng(),
+                own_draws(),
                 self.progress.task(f"training {self.method}", training.steps) as update,
             ):
 
@@ -289,7 +289,7 @@ class PromptLearner:
         self.classes_ = tuple(config["classes"])
         self.words_ = tuple(config["words"])
         task = Task(self.words_, tuple(config["templates"]))
-        with torch.random.fork_rng():
+        with own_draws():
             torch.manual_seed(config["seed"])
             self.method_: Method = make(config["method"], self.backbone_, task, method_options).to(place)
         self._say(self.method_.notes)

@@ -79,6 +79,8 @@ def _hand_over(dropout: TokenDropout, mine: slice, length: int) -> None:
         F.pad(torch.cat([states, real[..., None].to(states.dtype)], -1), (0, 0, 0, length - states.shape[1]))
         for states, real in dropout.kept.values()
     ]
+    if not kept:  # nothing drops
+        return
     whole = summed(torch.stack(kept))[:, mine]
     dropout.kept = {
         layer: (each[..., :-1], each[..., -1] > 0) for layer, each in zip(dropout.kept, whole, strict=True)

@@ -154,7 +154,8 @@ def _local(count: int, device: str) -> Any:
     quiet = {"silence_logs": logging.CRITICAL}
     # Dask would pause or end a worker for the memory it takes; a training run takes what it needs.
     own = {"nthreads": 1, "memory_limit": None, **quiet}
-    gpus = [] if device == "cpu" else visible_gpus()
+    # Who names one GPU means it by its place among all.
+    gpus = visible_gpus() if device in ("auto", "cuda") else []
     workers = {
         number: {
             "cls": Nanny,

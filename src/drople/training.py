@@ -136,12 +136,13 @@ class Training:
             ).float()
         for part in method.modules():
             if isinstance(part, TowerMethod):
-                part.shard_classes = options.shard_classes and part.shardable and self.world > 1
+                part.shard_classes = options.shard_classes and part.shares_classes and self.world > 1
         method.prepare(data)
         groups = method.parameter_groups(options.lr)
         kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
         extra: dict[str, Any] = {} if options.optimizer == "adamw" else {"momentum": 0.9}
-        extra["fused"] = device.type == "cuda"
+        # A fused SGD whose first step overflows in fp16 keeps a momentum that was never written.
+        extra["fused"] = device.type == "cuda" and (options.optimizer == "adamw" or precision != "fp16")
         optimizer = kind(groups, lr=options.lr, weight_decay=options.weight_decay, **extra)
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.module, self.optimizer = method, optimizer
@@ -334,6 +335,11 @@ class Training:
                     _, index, key = name.split(".", 2)
                     state.setdefault(int(index), {})[key] = tensor
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+            if self.options.optimizer == "sgd":
+                # What had no gradient where the run began may have one of zeros here.
+                for parameter in self.method.parameters():
+                    moving = self.optimizer.state[parameter]
+                    moving.setdefault("momentum_buffer", torch.zeros_like(parameter))
             self.step = int(metadata["step"])
             if log.stat().st_size < int(metadata["log_bytes"]):
                 raise ValueError(f"{LOG} is shorter than it was")

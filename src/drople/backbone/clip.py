@@ -6,7 +6,7 @@ needs, classes in chunks whose activations fit a budget and are recomputed for t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -313,7 +313,9 @@ class Backbone:
         else:
             parts = [part for group in groups for part in self._chunks(group)]
             recompute = torch.is_grad_enabled()
-            features = [checkpoint(encode, p, use_reentrant=False) if recompute else encode(p) for p in parts]
+            # A tensor among what is given tells torch on which GPU draws are to be repeated.
+            again = partial(checkpoint, lambda rows, _: encode(rows), use_reentrant=False)
+            features = [again(p, p.base) if recompute else encode(p) for p in parts]
         joined = torch.cat(features)
         return joined if len(groups) == 1 else joined[sentences.places]
 

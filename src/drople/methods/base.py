@@ -193,6 +193,12 @@ class TowerMethod(Method):
         self.shard_classes = False  # set by training where processes share the text encoding out
         self.folded = False  # whether the image tower has its updates in its weights
 
+    @property
+    def shares_classes(self) -> bool:
+        """Whether processes may share its classes out; what a prediction leans on is asked of all classes at once."""
+        leaning = self.regulariser is not None and self.regulariser.options.rate == "attribution"
+        return self.shardable and not leaning
+
     def text_states(self) -> Tensor | None:
         """The text prompts of every layer [depth, M, D]."""
         return None
