@@ -72,6 +72,33 @@ def test_one_class(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_class_of_which_nothing_can_be_read(tmp_path: Path) -> None:
+    data = pictures(tmp_path / "photos", ("red", "blue"), 4)
+    for path in (data / "red").iterdir():
+        path.write_bytes(b"junk")
+    refused(fit(data, tmp_path / "run"), "no training image of 'red' can be read: replace")
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_that_could_not_be_read_are_not_counted(tmp_path: Path) -> None:
+    data = pictures(tmp_path / "photos", ("red", "blue"), 6)
+    (data / "train").mkdir()
+    for colour in ("red", "blue"):
+        (data / colour).rename(data / "train" / colour)
+    (data / "train/red/3.png").write_bytes(b"junk")
+    answer = fit(pictures(data / "val", ("red", "blue"), 3).parent, tmp_path / "run", "--json")
+    assert answer.code == 0 and answer.json["unread_images"] == 1, answer
+    page = drople("report", tmp_path / "run", "--out", tmp_path / "report.html")
+    assert page.code == 0, page.err
+    assert "11 (16 a class; 1 could not be read)" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_a_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    data = pictures(tmp_path / "photos", ("red", "blue"), 3)
+    refused(fit(data, data), "photos holds blue and no run", "--out")
+    assert sorted(path.name for path in data.iterdir()) == ["blue", "red"]
+
+
 def test_no_training_part(tmp_path: Path) -> None:
     pictures(tmp_path / "photos/test", count=2)
     refused(fit(tmp_path / "photos", tmp_path / "run"), "no training images")

@@ -216,7 +216,7 @@ def test_overview(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in overview(tmp_path)}
     assert rows["eurosat"]["found"] == str(folder)
     assert rows["dtd"]["found"] == ""
-    assert rows["dtd"]["get"] == "yes, address untried"
+    assert rows["dtd"]["get"] == "download, address untried"
     assert rows["imagenet"]["get"] == "by hand"
     assert len(rows) == 17
 

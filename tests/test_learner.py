@@ -438,7 +438,7 @@ def test_the_preset_that_was_taken_is_said_and_kept(data: Path, tmp_path: Path) 
     ("given", "said"),
     [
         ({"preset": "papers"}, "paper"),
-        ({"preset": "paper", "method": "coop"}, "it has none"),
+        ({"preset": "paper", "method": "coop"}, "coop has no presets, so no .paper."),
         ({"p_mx": 0.3}, "p_max"),
         ({"epoch": 3}, "epochs"),
         ({"device": "cdua"}, "cannot be used"),

@@ -102,6 +102,13 @@ def test_reliability_agrees_with_counting_and_with_ece(problem: tuple[Tensor, Te
     assert metrics.ece(probabilities, labels, bins) == pytest.approx(gap, abs=1e-9)
 
 
+def test_a_temperature_at_its_bound_says_that_images_told_nothing() -> None:
+    logits = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    assert metrics.at_bound(metrics.fit_temperature(logits, torch.tensor([0, 1]))), "all were recognised"
+    assert metrics.at_bound(metrics.fit_temperature(logits, torch.tensor([1, 0]))), "none was"
+    assert not metrics.at_bound(metrics.fit_temperature(logits, torch.tensor([1, 1])))
+
+
 def test_a_confidence_of_one_falls_in_the_last_bin() -> None:
     probabilities = torch.tensor([[1.0, 0.0], [0.95, 0.05]])
     diagram = metrics.reliability(probabilities, torch.tensor([1, 0]), bins=10)

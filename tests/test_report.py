@@ -147,6 +147,11 @@ class TestRun:
         used = str(usual_dtype(torch.device("cpu"))).removeprefix("torch.")
         assert f"Precision {used}" in with_images().words
 
+    def test_what_validation_images_chose_is_said(self):
+        assert "images; chose the temperature alone" in with_images().words
+        searched = read(write_report(run("tip-adapter"), own_folder() / "tip.html"))
+        assert "images; chose what was searched, and the temperature" in searched.words
+
     def test_every_term_of_the_log_has_a_curve(self):
         row = json.loads((run(epochs=2) / "log.jsonl").read_text("utf-8").splitlines()[0])
         labels = [chart.get("aria-label", "") for chart in with_images().of("svg")]

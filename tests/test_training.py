@@ -166,12 +166,12 @@ def test_killed_before_its_evaluation_a_run_gets_it_on_resume(
 def test_other_settings_cannot_resume(data: Path, undisturbed: Path) -> None:
     before = contents(undisturbed)
     for extra, named in (
-        (("--set", "lr=0.01"), "training"),
-        (("--seed", 3), "seed"),
-        (("--shots", 2), "shots"),
-        (("--method", "coop"), "method"),
-        (("--set", "p_max=0.4"), "options"),
-        (("--template", "a {}"), "templates"),
+        (("--set", "lr=0.01"), "(lr was 0.002, is 0.01)"),
+        (("--seed", 3), "seed was 1, is 3"),
+        (("--shots", 2), "(shots was 16, is 2; other samples)"),
+        (("--method", "coop"), "(method was drople, is coop)"),
+        (("--set", "p_max=0.4"), "(p_max was not set, is 0.4)"),
+        (("--template", "a {}"), "(other templates)"),
     ):
         answer = drople(*fit_arguments(data, undisturbed, "--resume", *extra))
         assert answer.code == 2

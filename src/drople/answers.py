@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -89,7 +90,7 @@ def accuracy_table(result: dict[str, Any]) -> Table:
     table.add_row(
         "calibration error",
         percent(result["ece"]),
-        f"({percent(result['ece_uncalibrated'])} before calibration)",
+        f"({percent(result['ece_uncalibrated'])} before calibration{' on these images' * (result['split'] == 'val')})",
     )
     return table
 
@@ -99,7 +100,7 @@ def print_fit(learner: "PromptLearner", out: Path, result: dict[str, Any] | None
     if result is not None:
         console.print(accuracy_table(result))
     trained = f"{learner.trainable_:,} numbers learned"
-    console.print(Text(f"{out}: {trained}. Next: drople predict {out} IMAGE...", "dim"))
+    console.print(Text(f"{out}: {trained}. Next: drople predict {quote(str(out))} IMAGE...", "dim"))
 
 
 def print_evaluation(result: dict[str, Any]) -> None:

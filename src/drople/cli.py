@@ -591,7 +591,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CycloptsError:
         sys.exit(2)
     except KeyboardInterrupt:
-        print("drople: stopped; a training run goes on with --resume", file=sys.stderr)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        print("drople: stopped" + "; it goes on with --resume" * (given[:1] == ["fit"]), file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)

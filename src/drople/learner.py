@@ -186,6 +186,7 @@ class PromptLearner:
         dtype = str(self.backbone_.dtype).removeprefix("torch.")
         self.metrics_ = {**self._validate(images.val), "trainable_parameters": trained}
         self.metrics_ |= {"dtype": dtype, "device": self.backbone_.device.type}
+        self.metrics_ |= {"unread_images": self.unread_} if self.unread_ else {}
         if folder is not None and training.accelerator.is_main_process:
             self.save(folder)
             training.finish()
@@ -202,8 +203,11 @@ class PromptLearner:
             self.preset_ = None if any(n in known for n in given) else kind.preset_with.get(self._named)
         if self.preset_ is not None:
             if self.preset_ not in kind.presets:
-                there = ["auto", "none", *kind.presets] if kind.presets else ["(it has none)"]
-                raise unknown(f"preset of {self.method}", self.preset_, there)
+                if not kind.presets:
+                    raise DropleError(
+                        f"{self.method} has no presets, so no {self.preset_!r}: leave --preset out."
+                    )
+                raise unknown(f"preset of {self.method}", self.preset_, ["auto", "none", *kind.presets])
             given = {**kind.presets[self.preset_], **given}
         template = given.pop("templates", DEFAULT)
         self.templates_ = read_template(template if self.template is None else self.template)
@@ -255,11 +259,11 @@ class PromptLearner:
         there = folder / CONFIG
         if resume and there.exists():
             before = read_json(there)
-            changed = [n for n in config if config[n] != before.get(n)]
+            changed = list(_changes(before, config))
             if changed:
                 raise OtherSettings(
-                    f"{folder} was begun with other settings ({', '.join(changed)} differ): give the same ones to "
-                    "resume, or another --out."
+                    f"{folder} was begun with other settings ({'; '.join(changed)}): give the same ones to resume, or "
+                    "another --out."
                 )
             return
         if any((folder / name).exists() for name in (CONFIG, PROMPTS, METRICS, CHECKPOINT)):
@@ -268,6 +272,9 @@ class PromptLearner:
             )
         if folder.exists() and not folder.is_dir():
             raise DropleError(f"{folder} is a file: give --out a folder.")
+        others = [path.name for path in sorted(folder.glob("[!.]*")) if path.name != LOG]
+        if others:
+            raise DropleError(f"{folder} holds {others[0]} and no run: give --out a folder of its own.")
 
     def _set_up(
         self, config: Mapping[str, Any], method_options: Mapping[str, Any], saved: Mapping[str, Any] = EMPTY
@@ -305,8 +312,13 @@ class PromptLearner:
                 sources, round(pixels.size * ROOM), pixels.resample, strict=self.strict, progress=update
             )
         self._say_bad(bad)
+        self.unread_ = len(bad)
         if sources and not good:
             raise DropleError("none of the training images can be read: see the list above.")
+        lost = sorted({e.label for e in chosen} - {chosen[i].label for i in good})
+        if lost:
+            some = ", ".join(repr(self.classes_[label]) for label in lost[:3]) + ", ..." * (len(lost) > 3)
+            raise DropleError(f"no training image of {some} can be read: replace those in the list above.")
         labels = torch.tensor([chosen[i].label for i in good], dtype=torch.long)
         frozen = [torch.empty(0, backbone.embed_dim, device=device)]
         with self.progress.task("frozen features", len(good)) as update:
@@ -340,6 +352,11 @@ class PromptLearner:
         logits, labels = answers[0], torch.tensor([val[i].label for i in good])
         self.temperature_ = metrics.fit_temperature(logits, labels)
         self.text_temperature_ = metrics.fit_temperature(answers[-1], labels)
+        if metrics.at_bound(self.temperature_):
+            self.progress.say(
+                f"{len(good)} validation images do not tell how sure to be (a temperature of {self.temperature_:g}): "
+                "take probabilities with care, or give more of them"
+            )
         return {
             "temperature": self.temperature_,
             "text_temperature": self.text_temperature_,
@@ -664,6 +681,20 @@ def sound(config: Mapping[str, Any]) -> bool:
         and bool(config["templates"])
         and all(isinstance(sample, list) and sample for sample in config["samples"])
     )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between two configs, in words."""
+    for name, value in now.items():
+        was = before.get(name)
+        if was == value:
+            continue
+        if isinstance(was, dict) and isinstance(value, dict):
+            yield from _changes(was, {**dict.fromkeys(was), **value})
+        elif isinstance(value, list) or isinstance(was, list):
+            yield f"other {name}"
+        else:
+            yield f"{name} was {'not set' if was is None else was}, is {'not set' if value is None else value}"
 
 
 def file_name(image: ImageSource, root: Path | None) -> str | None:

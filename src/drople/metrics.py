@@ -90,6 +90,11 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         return (found if bool(nll(found) <= nll(start)) else start).exp().item()
 
 
+def at_bound(temperature: float) -> bool:
+    """Whether the images asked for a temperature beyond the bounds: all were recognised, or none told anything."""
+    return not 1.001 * LOWEST_TEMPERATURE < temperature < 0.999 * HIGHEST_TEMPERATURE
+
+
 def harmonic_mean(base: float, novel: float) -> float:
     """The H of the base-to-novel tables; 0 when either is 0."""
     return 2 * base * novel / (base + novel) if base > 0 and novel > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Progress for people: bars on a terminal, plain lines elsewhere, nothing when not wanted.
+"""Progress for people: bars on a terminal, notes alone elsewhere, nothing when not wanted.
 
 Everything here goes to standard error, so that standard output can carry results alone.
 """
@@ -53,15 +53,18 @@ class Terminal:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
 
+        # In a narrow terminal the values are cut, not the bar and the time left.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[shown]}"),
+            TextColumn("[dim]{task.fields[shown]}", table_column=rest),
         )
-        with Bars(*columns, console=self.console, transient=True) as bars:
+        with Bars(*columns, console=self.console, transient=True, expand=True) as bars:
             bar = bars.add_task(what, total=total, shown="")
 
             def update(
@@ -83,7 +86,8 @@ class Terminal:
 
 
 def summary(values: Mapping[str, float]) -> str:
-    """The terms of a step in a line."""
+    """The terms of a step in a line, what most look for first."""
     short = {"cross_entropy": "ce", "residual_entropy_visual": "re_v", "residual_entropy_text": "re_t"}
-    hidden = {"lr", "lambda"}
-    return "  ".join(f"{short.get(n, n)} {v:.3g}" for n, v in values.items() if n not in hidden)
+    hidden, first = {"lr", "lambda"}, ("loss", "accuracy")
+    ordered = sorted((n for n in values if n not in hidden), key=lambda n: n not in first)
+    return "  ".join(f"{short.get(n, n)} {values[n]:.3g}" for n in ordered)

@@ -56,7 +56,9 @@ def overview(root: Path) -> list[dict[str, str]]:
             "domain": entry.domain,
             "licence": entry.licence,
             "source": entry.page,
-            "get": ("yes" if entry.tried else "yes, address untried") if entry.fetchable else "by hand",
+            "get": ("download" if entry.tried else "download, address untried")
+            if entry.fetchable
+            else "by hand",
             "found": str(locate(entry, root)[0] or ""),
         }
         for entry in DATASETS

@@ -154,10 +154,10 @@ def _notes_on_classes(
     for word, shared in same.items():
         if len(shared) > 1:
             names = " and ".join(map(repr, shared))
-            yield f"classes {names} read the same, {word!r}: tell them apart with classnames"
+            yield f"classes {names} read the same, {word!r}: tell them apart with --classnames"
     codes = [word for word in words if re.fullmatch(r"n?\d+", word)]
     if codes:
-        yield f"class names such as {codes[0]!r} say nothing to a text encoder: give words with classnames"
+        yield f"class names such as {codes[0]!r} say nothing to a text encoder: give words with --classnames"
 
 
 def _hold_out(

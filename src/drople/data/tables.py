@@ -103,7 +103,7 @@ def _csv_table(path: Path) -> tuple[list[str], list[dict[Any, Any]]]:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         return list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DropleError(f"cannot read the table {path} as CSV in UTF-8: {error}.") from None
+        raise DropleError(f"cannot read the table {path} as CSV in UTF-8 ({error}): save it so.") from None
 
 
 def _parquet_table(path: Path) -> tuple[list[str], list[dict[Any, Any]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from drople.data.dataset import load_data
 from drople.errors import DropleError
 from drople.learner import CONFIG, CONFIG_FIELDS, METRICS, PROMPTS, PromptLearner, sound
-from drople.methods import find
+from drople.methods import Method, find
 from drople.progress import Progress
 from drople.records import read_json, read_tensors
 from drople.regulariser import DropleOptions
@@ -81,6 +81,9 @@ def run_page(folder: Path, data: str | Path | None, device: str, progress: Progr
         "evaluation": evaluation,
         "interval": None if evaluation is None else wilson(evaluation["accuracy"], evaluation["images"]),
         "validation": saved.get("validation"),
+        "chosen": "the temperature alone"
+        if kind.select is Method.select
+        else "what was searched, and the temperature",
         "temperature": float(saved.get("temperature", 1.0)),
         "bars": [] if evaluation is None else class_bars(evaluation, looked),
         "confusion": None if evaluation is None else confusion_part(evaluation),
@@ -107,12 +110,13 @@ def read_log(path: Path) -> list[dict[str, float]]:
 def facts(config: Mapping[str, Any], saved: Mapping[str, Any], learned: str, steps: int) -> dict[str, str]:
     """What was trained on what."""
     training = config["training"]
-    shots = config.get("shots")
+    shots, unread = config.get("shots"), int(saved.get("unread_images", 0))
     templates = config["templates"]
     return {
         "Backbone": f"{public_name(config['backbone'])} (frozen)",
         "Learned": learned,
-        "Training images": f"{len(config['samples'])} ({'all' if shots is None else shots} a class)",
+        "Training images": f"{len(config['samples']) - unread} ({'all' if shots is None else shots} a class"
+        + (f"; {unread} could not be read)" if unread else ")"),
         "Classes": str(len(config["classes"])),
         "Template": templates[0] if len(templates) == 1 else f"{len(templates)} sentences, averaged",
         "Training": f"{training['epochs']} epochs, {steps} steps of {training['batch_size']} images",
