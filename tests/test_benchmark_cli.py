@@ -131,11 +131,15 @@ def test_a_failed_run_ends_in_a_paragraph_after_the_rest(data: Path, tmp_path: P
 
 
 def test_a_mistake_is_recorded_for_each_run_and_said_once(data: Path, tmp_path: Path) -> None:
-    answer = drople(
-        "benchmark", "few-shot", "--datasets", data, *QUICK, "--set", "p_maxx=0.4", "--out", tmp_path
-    )
-    assert answer.out == "" and "p_maxx" in paragraph(answer)
+    answer = drople("benchmark", "few-shot", "--datasets", data, *QUICK, "--set", "lr=nan", "--out", tmp_path)
+    assert answer.out == "" and "lr" in paragraph(answer)
     assert [r["status"] for r in records(tmp_path).values()] == ["failed", "failed"]
+
+
+def test_what_no_method_knows_is_no_run(data: Path, tmp_path: Path) -> None:
+    given = ("benchmark", "few-shot", "--datasets", data, *QUICK, "--out", tmp_path)
+    assert "'p_maxx': did you mean" in paragraph(drople(*given, "--set", "p_maxx=0.4"))
+    assert not records(tmp_path)
     named = drople("benchmark", "few-shot", "--datasets", "eurosatt", *QUICK, "--out", tmp_path / "b")
     assert "did you mean eurosat" in paragraph(named)
 

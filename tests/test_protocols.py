@@ -314,13 +314,13 @@ def test_every_method_of_a_row_sees_the_same_recorded_images(five: Path, tmp_pat
 
 
 def test_a_plan_has_seeds_outermost_and_its_protocols_shots() -> None:
-    runs = plan("few-shot", ["a", "b"], ["zero-shot", "coop"], [1, 2])
+    runs = plan("few-shot", ["x/a", "x/b"], ["zero-shot", "coop"], [1, 2])
     assert len(runs) == 2 * 2 * 5 * 2 and len({run.path for run in runs}) == len(runs)
     assert [run.seed for run in runs] == [1] * 20 + [2] * 20
     assert [run.shots for run in runs[:10:2]] == [1, 2, 4, 8, 16]
-    assert {run.shots for run in plan("base-to-novel", ["a"], ["coop"], [1])} == {16}
-    assert plan("long-tail", ["a"], ["coop"], [1])[0].ratio == 10.0
-    assert plan("base-to-novel", ["a"], ["coop"], [1], ratio=5.0)[0].ratio is None
+    assert {run.shots for run in plan("base-to-novel", ["x/a"], ["coop"], [1])} == {16}
+    assert plan("long-tail", ["x/a"], ["coop"], [1])[0].ratio == 10.0
+    assert plan("base-to-novel", ["x/a"], ["coop"], [1], ratio=5.0)[0].ratio is None
 
 
 def test_names_of_the_catalog_have_one_spelling() -> None:
@@ -336,19 +336,29 @@ def test_names_of_the_catalog_have_one_spelling() -> None:
 def test_an_option_has_one_spelling() -> None:
     text = {"epochs": "1", "p_max": "0.40", "lr": "1e-2", "scores": "self, class", "class_words_drop": "no"}
     values = {"epochs": 1, "p_max": 0.4, "lr": 0.01, "scores": ("self", "class"), "class_words_drop": False}
-    (spelled,), (given,) = (plan("few-shot", ["a"], ["drople"], [1], [2], options=o) for o in (text, values))
+    (spelled,), (given,) = (
+        plan("few-shot", ["x/a"], ["drople"], [1], [2], options=o) for o in (text, values)
+    )
     assert spelled == given and spelled.key == given.key and dict(given.options) == values
     assert given.label == "drople (class_words_drop=false, lr=0.01, p_max=0.4, scores=self,class)"
-    rows = [plan("few-shot", ["a"], [], [1], [2], ablation="range", options=o) for o in (text, values)]
+    rows = [plan("few-shot", ["x/a"], [], [1], [2], ablation="range", options=o) for o in (text, values)]
     assert [run.path for run in rows[0]] == [run.path for run in rows[1]]
-    # A mistake stays what it was, and its run fails by itself: other methods may have the option.
-    wrong = {"epochs": "many", "p_maxx": "1", "lr": "nan"}
+    # A mistake stays what it was, and its run fails by itself.
+    wrong = {"epochs": "many", "lr": "nan"}
     with pytest.raises(DropleError, match="unknown method 'no-method'"):
-        plan("few-shot", ["a"], ["drople", "no-method"], [1], [2])
-    runs = plan("few-shot", ["a"], ["drople", "coop"], [1], [2], options=wrong)
+        plan("few-shot", ["x/a"], ["drople", "no-method"], [1], [2])
+    runs = plan("few-shot", ["x/a"], ["drople", "coop"], [1], [2], options=wrong)
     assert [dict(run.options) for run in runs] == [wrong, wrong]
-    (other,) = plan("few-shot", ["a"], ["coop"], [1], [2], options={"p_max": "0.40"})
+    other, _ = plan("few-shot", ["x/a"], ["coop", "drople"], [1], [2], options={"p_max": "0.40"})
     assert other.options == {"p_max": "0.40"}, "coop has none"
+    with pytest.raises(DropleError, match="unknown option of coop or maple 'p_max'"):
+        plan("few-shot", ["x/a"], ["coop", "maple"], [1], [2], options={"p_max": "0.40"})
+    with pytest.raises(
+        DropleError, match=r"unknown preset of coop or maple 'author': did you mean authors\?"
+    ):
+        plan("few-shot", ["x/a"], ["coop", "maple"], [1], [2], preset="author")
+    with pytest.raises(DropleError, match=r"unknown dataset, and no file or folder 'eurosatt': did you mean"):
+        plan("few-shot", ["eurosatt"], ["coop"], [1], [2])
 
 
 def test_the_records_behind_the_docs_are_found_again() -> None:

@@ -96,9 +96,15 @@ def accuracy_table(result: dict[str, Any]) -> Table:
 
 
 def print_fit(learner: "PromptLearner", out: Path, result: dict[str, Any] | None) -> None:
+    from drople.metrics import at_bound
+
     console = Console(highlight=False)
     if result is not None:
         console.print(accuracy_table(result))
+    checked = learner.metrics_.get("validation", {}).get("images", 0)
+    if checked and at_bound(learner.temperature_):
+        doubt = f"{checked} validation images do not tell how sure to be: take probabilities with care, or add more"
+        console.print(Text(doubt, "yellow"))
     trained = f"{learner.trainable_:,} numbers learned"
     console.print(Text(f"{out}: {trained}. Next: drople predict {quote(str(out))} IMAGE...", "dim"))
 

@@ -352,11 +352,6 @@ class PromptLearner:
         logits, labels = answers[0], torch.tensor([val[i].label for i in good])
         self.temperature_ = metrics.fit_temperature(logits, labels)
         self.text_temperature_ = metrics.fit_temperature(answers[-1], labels)
-        if metrics.at_bound(self.temperature_):
-            self.progress.say(
-                f"{len(good)} validation images do not tell how sure to be (a temperature of {self.temperature_:g}): "
-                "take probabilities with care, or give more of them"
-            )
         return {
             "temperature": self.temperature_,
             "text_temperature": self.text_temperature_,

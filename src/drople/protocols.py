@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -30,8 +30,8 @@ from torch import Tensor
 from drople import __version__, gla
 from drople.ablations import ABLATIONS, AblationRow
 from drople.backbone import Backbone
+from drople.data.catalog import DATASETS, is_known
 from drople.data.catalog import find as find_dataset
-from drople.data.catalog import is_known
 from drople.data.dataset import Example, ImageData
 from drople.data.images import remember
 from drople.data.layouts import resolve
@@ -40,9 +40,9 @@ from drople.device import find_device, usual_dtype
 from drople.errors import DropleError, OtherSettings, unknown
 from drople.learner import Adjustment, PromptLearner, file_name
 from drople.losses import class_log_prior
-from drople.methods import find, option_groups
+from drople.methods import find, option_groups, option_names
 from drople.metrics import fit_temperature, harmonic_mean
-from drople.options import typed, written
+from drople.options import names, typed, written
 from drople.progress import Progress, Quiet
 from drople.records import write_json
 from drople.run_records import read_record
@@ -227,6 +227,7 @@ def plan(
     rows = [AblationRow("", method) for method in methods] if ablation is None else ABLATIONS[ablation]
     for row in rows:
         find(row.method)  # a name that nobody knows would stand in the tables as a row without results
+    _check_options([row.method for row in rows], preset, options or {})
     given = {row.method: _typed(row.method, options or {}) for row in rows}
     names, targets = [_name(d) for d in datasets], [_name(d) for d in targets]
     if protocol == "cross-dataset":
@@ -243,6 +244,7 @@ def plan(
             f"several tests would be called {' and '.join(twice)} in one record: give each target once, in a "
             "folder of its own name."
         )
+    _check_datasets([*names, *targets])
     numbers = shots or SHOTS.get(protocol, (16,))
     return [
         Run(
@@ -265,6 +267,25 @@ def plan(
         for number in numbers
         for row in rows
     ]
+
+
+def _check_options(methods: Sequence[str], preset: str | None, options: Mapping[str, Any]) -> None:
+    """What none of the methods has is a mistake; what one of them lacks is left for its record to tell."""
+    presets = ["none", "auto", *(name for method in methods for name in find(method)[0].presets)]
+    if preset is not None and preset not in presets:
+        raise unknown(f"preset of {' or '.join(methods)}", preset, presets)
+    known = [name for method in methods for name in option_names(method)] + names(TrainingOptions)
+    for name in options:
+        if name not in known:
+            raise unknown(f"option of {' or '.join(methods)}", name, known)
+
+
+def _check_datasets(datasets: Iterable[str]) -> None:
+    for name in datasets:
+        path = Path(name)
+        # A path may be one of another machine of a cluster.
+        if len(path.parts) == 1 and not path.suffix and not path.exists() and not is_known(name):
+            raise unknown("dataset, and no file or folder", name, [each.name for each in DATASETS])
 
 
 def _typed(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
