@@ -18,7 +18,7 @@ from PIL import Image
 from drople import PromptLearner
 from drople.errors import DropleError
 from drople.export import Exported, export
-from drople.export.classifier import Classifier, trace
+from drople.export.classifier import Classifier, describe, trace
 
 DOC = Path(__file__).parent.parent / "docs" / "export.md"
 needs_onnx = pytest.mark.usefixtures("onnx_extra")
@@ -174,7 +174,9 @@ def test_torch_program(run: PromptLearner, tmp_path: Path) -> None:
     file = tmp_path / "run.pt2"
     exported = export(run, "torch", file)
     assert exported.check.what == "drawings" and exported.check.largest_difference < 1e-4
-    program = torch.export.load(file)
+    about = {"about.json": ""}
+    program = torch.export.load(file, extra_files=about)
+    assert json.loads(about["about.json"]) == describe(run, "float32")
     module = program.module()
     held = sum(t.numel() for t in (*program.state_dict.values(), *program.constants.values()))
     model = run.backbone_.model

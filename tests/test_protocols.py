@@ -353,9 +353,7 @@ def test_an_option_has_one_spelling() -> None:
     assert other.options == {"p_max": "0.40"}, "coop has none"
     with pytest.raises(DropleError, match="unknown option of coop or maple 'p_max'"):
         plan("few-shot", ["x/a"], ["coop", "maple"], [1], [2], options={"p_max": "0.40"})
-    with pytest.raises(
-        DropleError, match=r"unknown preset of coop or maple 'author': did you mean authors\?"
-    ):
+    with pytest.raises(DropleError, match=r"unknown preset of coop or maple 'author': did you mean authors"):
         plan("few-shot", ["x/a"], ["coop", "maple"], [1], [2], preset="author")
     with pytest.raises(DropleError, match=r"unknown dataset, and no file or folder 'eurosatt': did you mean"):
         plan("few-shot", ["eurosatt"], ["coop"], [1], [2])

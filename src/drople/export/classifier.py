@@ -5,15 +5,19 @@ scale, the temperature and the normalisation of pixels, all in one module that c
 """
 
 import copy
+import json
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from drople import __version__
 from drople.errors import DropleError
 from drople.learner import PromptLearner
 from drople.methods import Method, TowerMethod
@@ -53,6 +57,32 @@ class Classifier(nn.Module):
         pixels = ((images.float() - self.mean) / self.std).permute(0, 3, 1, 2)
         logits = self.method.logits(pixels, self.class_weights) / self.temperature
         return logits.softmax(-1), logits
+
+
+def describe(learner: PromptLearner, dtype: str) -> dict[str, str]:
+    """The file's metadata: everything a reader needs that is not in the graph."""
+    pixels = learner.backbone_.pixels
+    resample = Image.Resampling(pixels.resample)
+    return {
+        "drople": __version__,
+        "method": str(learner.config_["method"]),
+        # A folder's place on this machine says nothing elsewhere.
+        "backbone": Path(str(learner.config_["backbone"])).name
+        if Path(str(learner.config_["backbone"])).is_dir()
+        else str(learner.config_["backbone"]),
+        "dtype": dtype,
+        "classes": json.dumps(learner.classes_),
+        "size": str(pixels.size),
+        "resample": str(int(resample)),
+        "mean": json.dumps(pixels.mean),
+        "std": json.dumps(pixels.std),
+        "temperature": repr(learner.temperature_),
+        "input": f"images: uint8 [batch, {pixels.size}, {pixels.size}, 3], RGB. Resize the shorter side to "
+        f"{pixels.size} ({resample.name.lower()}), crop the centre. Scaling to 0..1 and normalising by mean "
+        "and std are in the graph.",
+        "output": "probabilities: float32 [batch, classes], calibrated. logits: the same before the softmax, "
+        "logit scale and temperature applied.",
+    }
 
 
 def folded(method: Method) -> Method:

@@ -1,6 +1,5 @@
 """The classifier as an ONNX file that says in its metadata how to feed it and what its numbers mean."""
 
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -9,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 
 from drople import __version__
 from drople.backbone import Backbone
 from drople.errors import DropleError
 from drople.export.check import Runner
-from drople.export.classifier import quiet, trace
+from drople.export.classifier import describe, quiet, trace
 from drople.learner import PromptLearner
 
 if TYPE_CHECKING:
@@ -56,32 +54,6 @@ def onnx_runner(content: bytes) -> Runner:
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.numpy()})[0])
-
-
-def describe(learner: PromptLearner, dtype: str) -> dict[str, str]:
-    """The file's metadata: everything a reader needs that is not in the graph."""
-    pixels = learner.backbone_.pixels
-    resample = Image.Resampling(pixels.resample)
-    return {
-        "drople": __version__,
-        "method": str(learner.config_["method"]),
-        # A folder's place on this machine says nothing elsewhere.
-        "backbone": Path(str(learner.config_["backbone"])).name
-        if Path(str(learner.config_["backbone"])).is_dir()
-        else str(learner.config_["backbone"]),
-        "dtype": dtype,
-        "classes": json.dumps(learner.classes_),
-        "size": str(pixels.size),
-        "resample": str(int(resample)),
-        "mean": json.dumps(pixels.mean),
-        "std": json.dumps(pixels.std),
-        "temperature": repr(learner.temperature_),
-        "input": f"images: uint8 [batch, {pixels.size}, {pixels.size}, 3], RGB. Resize the shorter side to "
-        f"{pixels.size} ({resample.name.lower()}), crop the centre. Scaling to 0..1 and normalising by mean "
-        "and std are in the graph.",
-        "output": "probabilities: float32 [batch, classes], calibrated. logits: the same before the softmax, "
-        "logit scale and temperature applied.",
-    }
 
 
 def _need() -> None:

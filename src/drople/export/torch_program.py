@@ -1,16 +1,19 @@
 """The classifier as a `torch.export` program: a .pt2 archive that `torch.export.load` opens without drople.
 
-A .pt2 is a zip: the graph as JSON, the weights as raw bytes. The example input, which torch would add as a
-pickle, is left out, so nothing in the file is one.
+A .pt2 is a zip: the graph as JSON, the weights as raw bytes, and here what an ONNX file says of itself. The example
+input, which torch would add as a pickle, is left out, so nothing in the file is one.
 """
 
 import io
+import json
 
 import torch
 
 from drople.export.check import Runner
-from drople.export.classifier import quiet, trace
+from drople.export.classifier import describe, quiet, trace
 from drople.learner import PromptLearner
+
+ABOUT = "about.json"
 
 
 def program_bytes(learner: PromptLearner) -> bytes:
@@ -18,7 +21,7 @@ def program_bytes(learner: PromptLearner) -> bytes:
     program.example_inputs = None
     file = io.BytesIO()
     with quiet():
-        torch.export.save(program, file)
+        torch.export.save(program, file, extra_files={ABOUT: json.dumps(describe(learner, "float32"))})
     return file.getvalue()
 
 
