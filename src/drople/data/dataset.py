@@ -72,6 +72,7 @@ def load_data(
     classes than `least` are refused.
     """
     root: Path | None = None
+    where: str | Path = "the list"
     notes: list[str] = []
     if not isinstance(source, str | os.PathLike):
         rows = read_pairs(source)
@@ -79,9 +80,13 @@ def load_data(
         path = Path(os.path.expanduser(source))
         if not os.path.exists(path):
             raise DropleError(f"there is no folder or table at {path}: check the path. {LAYOUT}")
-        root = path if path.is_dir() else path.parent
+        root, where = path if path.is_dir() else path.parent, path
         rows = read_folder(path, notes) if path.is_dir() else read_table(path)
-    return _assemble(rows, root, notes, read_classnames(classnames), seed, least)
+    found = sorted({name for *_, name in rows})
+    if len(found) < least:
+        what = f"only one class, {found[0]!r}" if found else "no images"
+        raise DropleError(f"{where} has {what}: telling classes apart needs two. {LAYOUT}")
+    return _assemble(rows, root, notes, read_classnames(classnames), seed)
 
 
 def tidy(name: str) -> str:
@@ -101,19 +106,11 @@ def _starts_word(name: str, at: int) -> bool:
 
 
 def _assemble(
-    rows: Sequence[Row],
-    root: Path | None,
-    notes: list[str],
-    classnames: Mapping[str, str],
-    seed: int,
-    least: int,
+    rows: Sequence[Row], root: Path | None, notes: list[str], classnames: Mapping[str, str], seed: int
 ) -> ImageData:
     names = {name for _, _, name in rows}
     numeric = all(re.fullmatch(r"[0-9]+", name) for name in names)
     classes = tuple(sorted(names, key=(lambda name: (int(name), name)) if numeric else None))
-    if len(classes) < least:
-        found = f"only one class, {classes[0]!r}" if classes else "no images"
-        raise DropleError(f"{root or 'the list'} has {found}: telling classes apart needs two. {LAYOUT}")
     for name in classnames:
         if name not in names:
             raise unknown("class in the class names", name, classes)

@@ -124,7 +124,10 @@ def _parquet_table(path: Path) -> tuple[list[str], list[dict[Any, Any]]]:
 
 def _pair_row(number: int, pair: Any) -> Row:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise DropleError(f"item {number} of the list is not an (image, label) pair but {_short(pair)}.")
+        raise DropleError(
+            f"item {number} of the list is not an (image, label) pair but {_short(pair)}: give "
+            "list(zip(images, labels))."
+        )
     image, label = pair
     if not isinstance(image, str | Path | Image.Image | np.ndarray):
         raise DropleError(
