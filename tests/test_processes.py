@@ -217,8 +217,7 @@ def torchrun_forking(arguments: list[str]) -> None:
 
 
 def one_rank(arguments: list[str]) -> None:
-    folder = Path(arguments[arguments.index("--out") + 1])
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(arguments[arguments.index("--out") + 1]).parent
     (folder / f"pid-of-{os.environ['RANK']}").write_text(str(os.getpid()), "utf-8")
     # A launcher that forks ends the others the moment one dies, and their last words are what is asked for.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -234,7 +233,7 @@ def test_when_one_process_dies_all_end_and_say_what_to_do(data: Path, tmp_path: 
         while not (tmp_path / "run/checkpoint.safetensors").exists():
             assert run.process.is_alive() and time.monotonic() < end
             time.sleep(0.05)
-        os.kill(int((tmp_path / "run/pid-of-1").read_text("utf-8")), signal.SIGKILL)
+        os.kill(int((tmp_path / "pid-of-1").read_text("utf-8")), signal.SIGKILL)
         answer = run.wait(60)
     finally:
         run.process.kill()
