@@ -5,17 +5,18 @@ next batch too. These wait for nothing but the tensor itself.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from drople.device import stream_beside
 
 
 def sender(device: torch.device) -> Callable[[Tensor], Tensor]:
     """Who takes tensors to the device: those in pinned memory beside what is computed there."""
     if device.type != "cuda":
         return lambda tensor: tensor.to(device)
-    beside = _beside(device)
+    beside = stream_beside(device, "pixels")
 
     def send(tensor: Tensor) -> Tensor:
         with torch.cuda.stream(beside):
@@ -26,12 +27,6 @@ def sender(device: torch.device) -> Callable[[Tensor], Tensor]:
         return sent
 
     return send
-
-
-@lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all: memory that was on its way by one stream is not given to another."""
-    return torch.cuda.Stream(device)
 
 
 class Arriving:

@@ -9,11 +9,12 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drople.device import stream_beside
 
 WARM_UP = 3  # passes before capture, so that lazily made workspaces exist
 
@@ -50,7 +51,9 @@ class GraphedStep:
 
     def _capture(self, indices: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, dict[str, Tensor]]:
         static = indices.clone()
-        side = _beside(indices.device, "branch")
+        side = stream_beside(indices.device, "branch")
+        # Torch's own would be of the device that was the first to capture.
+        captured = stream_beside(indices.device, "captured")
         side.wait_stream(torch.cuda.current_stream())
         state = torch.cuda.get_rng_state()
         try:
@@ -63,9 +66,7 @@ class GraphedStep:
             with (
                 _no_collection(),
                 warnings.catch_warnings(),
-                torch.cuda.graph(
-                    graph, stream=_beside(indices.device, "captured"), capture_error_mode="thread_local"
-                ),
+                torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"),
             ):
                 # A parameter that both branches use gets its gradient from both streams: it waits for both.
                 warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match")
@@ -96,7 +97,7 @@ class Branch:
 
     def __init__(self, device: torch.device) -> None:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self.stream = _beside(device, "branch") if capturing else None
+        self.stream = stream_beside(device, "branch") if capturing else None
         self.inside = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def __enter__(self) -> "Branch":
@@ -117,13 +118,6 @@ class Branch:
         current.wait_stream(self.stream)
         for tensor in results:
             tensor.record_stream(current)
-
-
-@lru_cache
-def _beside(device: torch.device, role: str) -> torch.cuda.Stream:
-    """One for all graphs of a device: every stream has workspaces of its own, which are never given back. Torch would
-    capture on a stream of the device that was the first."""
-    return torch.cuda.Stream(device)
 
 
 @contextmanager

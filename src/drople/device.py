@@ -2,6 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ def find_device(wanted: str) -> torch.device:
 def own_draws() -> AbstractContextManager[None]:
     """Random numbers that are drawn inside leave those outside as they were, wherever any are."""
     return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
+
+
+@lru_cache
+def stream_beside(device: torch.device, role: str) -> torch.cuda.Stream:
+    """One for all who do the same: a stream's workspaces are never given back, and its memory to no other stream."""
+    return torch.cuda.Stream(device)
 
 
 def newer(gpu: torch.device) -> bool:

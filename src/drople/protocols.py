@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -30,11 +30,11 @@ from torch import Tensor
 from drople import __version__, gla
 from drople.ablations import ABLATIONS, AblationRow
 from drople.backbone import Backbone
-from drople.data.catalog import DATASETS, is_known
 from drople.data.catalog import find as find_dataset
+from drople.data.catalog import is_known
 from drople.data.dataset import Example, ImageData
 from drople.data.images import remember
-from drople.data.layouts import resolve
+from drople.data.layouts import check_name, resolve
 from drople.data.shots import base_novel, by_label, few_shot, long_tail, only_classes
 from drople.device import find_device, usual_dtype
 from drople.errors import DropleError, OtherSettings, unknown
@@ -244,7 +244,8 @@ def plan(
             f"several tests would be called {' and '.join(twice)} in one record: give each target once, in a "
             "folder of its own name."
         )
-    _check_datasets([*names, *targets])
+    for name in (*names, *targets):
+        check_name(name)  # a path may be one of another machine of a cluster
     numbers = shots or SHOTS.get(protocol, (16,))
     return [
         Run(
@@ -278,14 +279,6 @@ def _check_options(methods: Sequence[str], preset: str | None, options: Mapping[
     for name in options:
         if name not in known:
             raise unknown(f"option of {' or '.join(methods)}", name, known)
-
-
-def _check_datasets(datasets: Iterable[str]) -> None:
-    for name in datasets:
-        path = Path(name)
-        # A path may be one of another machine of a cluster.
-        if len(path.parts) == 1 and not path.suffix and not path.exists() and not is_known(name):
-            raise unknown("dataset, and no file or folder", name, [each.name for each in DATASETS])
 
 
 def _typed(method: str, options: Mapping[str, Any]) -> dict[str, Any]:

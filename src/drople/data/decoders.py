@@ -34,14 +34,13 @@ class Decoder:
 
     def __init__(self, number: int, shared: Shared, resample: int) -> None:
         self.number, self.shared, self.resample = number, shared, resample
-        self.size, self.squares = shared.size, shared.squares
         self.asked: deque[tuple[int, str | Path]] = deque()
         self._start()
 
     def _start(self) -> None:
         self.greeted, self.sent, self.shared.done[self.number] = False, 0, 0
         self.process: subprocess.Popen[bytes] | None = None
-        given = (self.number, self.shared.memory, self.size, self.resample)
+        given = (self.number, self.shared.memory, self.shared.size, self.resample)
         with suppress(OSError):
             self.process = subprocess.Popen(
                 # -P: a file beside the pictures may have the name of a module.
@@ -68,7 +67,7 @@ class Decoder:
         said = self._listen()
         if said is None and not self.greeted:
             self.asked.popleft()
-            return attempt(path, self.size, self.resample)
+            return attempt(path, self.shared.size, self.resample)
         if said is None:
             # Perhaps it was somebody else who ended it, so this picture is asked for twice.
             self._again()
@@ -77,7 +76,7 @@ class Decoder:
         if said is None:
             self._again()
             said = "reading it ended the process that did: damaged, or made to do harm"
-        return BadImage(str(path), said) if said else self.squares[place]
+        return BadImage(str(path), said) if said else self.shared.squares[place]
 
     def _again(self) -> None:
         self.close()

@@ -97,6 +97,13 @@ def load_benchmark(name: str | Dataset, root: Path, seed: int = 0) -> ImageData:
     return ImageData(listing.classes, listing.words, train, val, test, root=folder, notes=listing.notes)
 
 
+def check_name(spec: str | Path) -> None:
+    """Refuse a name, not a path, that is neither in the catalog nor here."""
+    path = Path(os.path.expanduser(spec))
+    if len(path.parts) == 1 and not path.suffix and not path.exists() and not is_known(str(spec)):
+        raise unknown("dataset, and no file or folder", str(spec), [each.name for each in DATASETS])
+
+
 def resolve(spec: str | Path, root: Path, seed: int = 0) -> tuple[ImageData, str]:
     """The data that a name of the catalog or a path means, and the template that fits it."""
     path = Path(os.path.expanduser(spec))
@@ -105,8 +112,7 @@ def resolve(spec: str | Path, root: Path, seed: int = 0) -> tuple[ImageData, str
         if locate(entry, root)[0] or not path.exists():
             return load_benchmark(entry, root, seed), entry.template
     if not path.exists():
-        if len(path.parts) == 1 and not path.suffix:
-            raise unknown("dataset, and no file or folder", str(spec), [each.name for each in DATASETS])
+        check_name(spec)
         raise DropleError(f"there is no folder or table at {path}: check the path, or give a dataset's name.")
     # A benchmark's own folder given by its path: read as plain class folders it would be nonsense.
     for entry in DATASETS:
